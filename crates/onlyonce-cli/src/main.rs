@@ -1,0 +1,3 @@
+//! The `onlyonce` command.
+
+fn main() {}

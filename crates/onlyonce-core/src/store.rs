@@ -1,0 +1,172 @@
+//! What a store must do: keep records as a compare-and-swap register with a clock.
+//!
+//! A store decides nothing. It does not know what a lease is, and it never looks at a record before
+//! it writes one except to compare revisions.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+use async_trait::async_trait;
+
+use crate::identity::{Id, Operation};
+use crate::record::{Record, Revision, Seen, Timestamp, Write};
+
+/// A register of records, each under a 32-byte id.
+///
+/// The five methods are all required: none has a default, because a default would have to be built
+/// from reads and writes that are not atomic together.
+///
+/// # Cancellation
+///
+/// A caller may drop any of these futures at any point. The write may then have been applied or not,
+/// but it must be whole, and no connection may be left inside a transaction.
+///
+/// # Errors
+///
+/// Every method fails with a [`StoreError`]; [`StoreError::may_have_applied`] says whether the write
+/// may nevertheless be in the store.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Writes a record under an id that has none, expired or not, in one atomic step.
+    async fn insert(&self, operation: &Operation, write: Write) -> Result<Inserted, StoreError>;
+
+    /// Replaces the record whose revision is `expected`, in one atomic step.
+    async fn replace(&self, id: Id, expected: Revision, write: Write) -> Result<Replaced, StoreError>;
+
+    /// Removes the record whose revision is `expected`; `false` if there is no such record.
+    async fn remove(&self, id: Id, expected: Revision) -> Result<bool, StoreError>;
+
+    /// Reads the record under `id`, expired or not, as of the latest committed write.
+    async fn read(&self, id: Id) -> Result<Option<Seen>, StoreError>;
+
+    /// Removes at most `rows_max` expired records and returns how many it removed.
+    ///
+    /// This only frees space: whether a record is expired is decided when it is claimed.
+    async fn sweep(&self, rows_max: u32) -> Result<u64, StoreError>;
+}
+
+/// What an [`insert`](Store::insert) found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Inserted {
+    /// The record is written, at this point of the store's clock.
+    New(Timestamp),
+    /// There is a record already; nothing was written.
+    Exists(Seen),
+}
+
+/// What a [`replace`](Store::replace) found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replaced {
+    /// The record is written, at this point of the store's clock.
+    Written(Timestamp),
+    /// The stored revision is another one, or there is no record; nothing was written.
+    Lost(Option<Seen>),
+}
+
+/// A store call that failed.
+#[derive(Debug)]
+pub struct StoreError {
+    kind: StoreErrorKind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// What kind of failure a [`StoreError`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreErrorKind {
+    /// The store was not reached, or refused: nothing was written.
+    Unavailable,
+    /// The answer was lost: the write is in the store or it is not.
+    Ambiguous,
+    /// A record in the store cannot be understood: it is damaged, or a newer version wrote it.
+    Unreadable,
+}
+
+impl StoreError {
+    /// A failure of the given kind; `message` says in one line what could not be done.
+    pub fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), source: None }
+    }
+
+    /// The same failure with its cause attached.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What kind of failure this is.
+    #[must_use]
+    pub fn kind(&self) -> StoreErrorKind {
+        self.kind
+    }
+
+    /// Whether the write that failed may nevertheless be in the store.
+    #[must_use]
+    pub fn may_have_applied(&self) -> bool {
+        self.kind == StoreErrorKind::Ambiguous
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl StdError for StoreError {}
+
+/// What people need to look after a store. Apart from [`Store`], because the guarantee does not
+/// depend on it.
+#[async_trait]
+pub trait Inspect: Send + Sync + 'static {
+    /// Records that match `filter`, oldest grant first, starting after `after`; at most `rows_max`.
+    ///
+    /// # Errors
+    /// Fails if the store cannot be read; nothing is written either way.
+    async fn list(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Vec<Entry>, StoreError>;
+}
+
+/// Which records to list. `None` matches everything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Filter {
+    /// Only the record with this id.
+    pub id: Option<Id>,
+    /// Only this namespace.
+    pub namespace: Option<String>,
+    /// Only this endpoint, for example `POST /payments`.
+    pub endpoint: Option<String>,
+    /// Only this caller.
+    pub caller: Option<String>,
+    /// Only this client key.
+    pub key: Option<String>,
+}
+
+/// Where a listing goes on: the `created_at` and id of the last entry of the page before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    /// [`Record::created_at`] of that entry.
+    pub created_at: Timestamp,
+    /// Its id.
+    pub id: Id,
+}
+
+/// One listed record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The readable parts of its identity.
+    pub operation: Operation,
+    /// The record.
+    pub record: Record,
+    /// The store's clock when it was read.
+    pub now: Timestamp,
+}
