@@ -1,1 +1,381 @@
-//! Onlyonce.
+//! The SQLite store of Onlyonce: one file, full durability, several processes.
+//!
+//! ```
+//! use onlyonce_core::Engine;
+//! use onlyonce_sqlite::{SqliteOptions, SqliteStore};
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("keys.db");
+//! let store = SqliteStore::open(&SqliteOptions::file(&path)).await?;
+//! let engine = Engine::new(std::sync::Arc::new(store.clone()));
+//! # let _ = engine;
+//! store.close().await?;
+//!
+//! // What can forget an acknowledged write is refused.
+//! assert!(SqliteStore::open(&"sqlite:keys.db?synchronous=off".parse()?).await.is_err());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # }).unwrap();
+//! ```
+//!
+//! ```text
+//! insert ──▶ readers ── found ──▶ Exists
+//!               │ absent
+//! replace ──────┴──▶ group ──▶ one writer: BEGIN IMMEDIATE · read · decide · write · COMMIT
+//! remove  ─────────────┘
+//! read ────▶ readers: two connections, many ids in one statement
+//! ```
+//!
+//! # Durability
+//!
+//! The database keeps a write-ahead log and runs with `synchronous = FULL`: a commit is answered after
+//! an fsync of the log. That covers a power failure as far as the disk honours fsync. Do not put the file
+//! on a network file system: SQLite's locks and shared memory do not work there.
+//!
+//! # Clock
+//!
+//! SQLite's, which is the system clock of the machine. All processes that share the file share it.
+
+mod error;
+mod link;
+mod options;
+mod reader;
+mod schema;
+mod sql;
+mod writer;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use async_trait::async_trait;
+use onlyonce_core::group::{Call, Group};
+use onlyonce_core::record::Seen;
+use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
+use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
+use sqlx::{QueryBuilder, Row, Sqlite};
+use tokio::sync::{Mutex, oneshot};
+
+pub use error::{OpenError, OpenErrorKind};
+pub use options::{BUSY_TIMEOUT_DEFAULT, BUSY_TIMEOUT_MAX, SqliteOptions, Synchronous};
+pub use schema::{Migrated, SCHEMA_VERSION};
+
+use error::not_applied;
+use link::{Link, Target};
+use reader::Reads;
+use writer::Batches;
+
+/// How many calls share one commit at most.
+const CALLS_MAX: usize = 256;
+
+/// How many connections read. One more lists.
+const READERS: usize = 2;
+
+/// How many rows one transaction of a sweep removes; claims get their turn in between.
+const SWEEP_ROWS_MAX: u32 = 100;
+
+/// Keys in a SQLite file. Clones share one handle; several handles and processes may share the file.
+#[derive(Clone)]
+pub struct SqliteStore {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    target: Target,
+    /// Empty once the store is closed.
+    open: RwLock<Option<Open>>,
+    commits: Arc<AtomicU64>,
+    writer: Arc<Mutex<Link>>,
+    readers: Vec<Arc<Mutex<Link>>>,
+    lister: Arc<Mutex<Link>>,
+    writer_ended: Mutex<Option<oneshot::Receiver<()>>>,
+}
+
+#[derive(Clone)]
+struct Open {
+    group: Group,
+    reads: Reads,
+}
+
+/// What a store runs on, for people who look after it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Facts {
+    /// SQLite's version.
+    pub sqlite_version: String,
+    /// `wal` for a file.
+    pub journal_mode: String,
+    /// 2 stands for full and 3 for extra; less is volatile.
+    pub synchronous: i64,
+    /// The schema's version.
+    pub schema_version: u32,
+    /// How many records there are, expired ones included.
+    pub records: u64,
+}
+
+/// The schema version in the file, or `None` if there is no file or nothing in it. Writes nothing.
+///
+/// # Errors
+/// If the options are refused, or the file cannot be read or is another application's.
+pub async fn schema_version(options: &SqliteOptions) -> Result<Option<u32>, OpenError> {
+    schema::version(&Target::new(options)?).await
+}
+
+/// Creates the database or brings its schema up to [`SCHEMA_VERSION`]. Many processes may do so at once.
+///
+/// # Errors
+/// As [`SqliteStore::open`].
+pub async fn migrate(options: &SqliteOptions) -> Result<Migrated, OpenError> {
+    let target = Target::new(options)?;
+    let (connection, migrated) = schema::prepare(&target).await?;
+    Link::new(target.clone(), Some(connection)).close().await.map_err(|error| target.explain(error))?;
+    Ok(migrated)
+}
+
+impl SqliteStore {
+    /// Opens the database, and creates or migrates it first if need be.
+    ///
+    /// # Errors
+    /// [`OpenErrorKind::Refused`] if the configuration must change: a volatile database, a file that is
+    /// not Onlyonce's or of a newer version, a folder that is absent or read-only.
+    /// [`OpenErrorKind::Failed`] otherwise.
+    pub async fn open(options: &SqliteOptions) -> Result<Self, OpenError> {
+        let target = Target::new(options)?;
+        let (connection, _) = schema::prepare(&target).await?;
+        let link = |connection| Arc::new(Mutex::new(Link::new(target.clone(), connection)));
+        let writer = link(Some(connection));
+        let mut readers = Vec::with_capacity(READERS);
+        for _ in 0..READERS {
+            readers.push(link(Some(target.connect(false).await.map_err(|error| target.explain(error))?)));
+        }
+        let commits = Arc::default();
+        let (_ended, writer_ended) = oneshot::channel();
+        let batches = Batches { link: Arc::clone(&writer), commits: Arc::clone(&commits), _ended };
+        let open = Open { group: Group::start(batches, CALLS_MAX), reads: Reads::start(readers.clone()) };
+        let lister = link(None);
+        Ok(Self {
+            shared: Arc::new(Shared {
+                target,
+                open: RwLock::new(Some(open)),
+                commits,
+                writer,
+                readers,
+                lister,
+                writer_ended: Mutex::new(Some(writer_ended)),
+            }),
+        })
+    }
+
+    /// The file, if there is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.shared.target.path.as_deref()
+    }
+
+    /// How many transactions this handle has committed. Concurrent calls share one.
+    #[must_use]
+    pub fn commits(&self) -> u64 {
+        self.shared.commits.load(Ordering::Relaxed)
+    }
+
+    /// What the store runs on.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn facts(&self) -> Result<Facts, StoreError> {
+        let lister = self.lister()?;
+        detached(async move {
+            let mut link = lister.lock().await;
+            let facts = facts(&mut link).await;
+            facts.map_err(|error| {
+                link.discard();
+                not_applied("read its settings", &error)
+            })
+        })
+        .await
+    }
+
+    /// Finishes the calls in hand, moves the log into the database and closes every connection. Calls
+    /// made later fail. A store that is only dropped is as durable; the log is then moved by whoever
+    /// opens the file next.
+    ///
+    /// # Errors
+    /// If the log could not be moved. Nothing is lost: it stays beside the database.
+    pub async fn close(&self) -> Result<(), StoreError> {
+        self.shared.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(ended) = self.shared.writer_ended.lock().await.take() {
+            let _ = ended.await;
+        }
+        let mut links = self.shared.readers.clone();
+        links.push(Arc::clone(&self.shared.lister));
+        links.push(Arc::clone(&self.shared.writer));
+        for link in links {
+            // The last connection to close moves the log.
+            let closed = link.lock().await.close().await;
+            closed.map_err(|error| not_applied("close", &error))?;
+        }
+        Ok(())
+    }
+
+    fn open_parts(&self) -> Result<Open, StoreError> {
+        let open = self.shared.open.read().unwrap_or_else(PoisonError::into_inner);
+        open.clone().ok_or_else(|| StoreError::new(StoreErrorKind::Unavailable, "the store is closed"))
+    }
+
+    fn lister(&self) -> Result<Arc<Mutex<Link>>, StoreError> {
+        self.open_parts().map(|_| Arc::clone(&self.shared.lister))
+    }
+}
+
+#[async_trait]
+impl Store for SqliteStore {
+    async fn insert(&self, operation: &Operation, write: Write) -> Result<Inserted, StoreError> {
+        let Open { group, reads } = self.open_parts()?;
+        // A replay ends here. Whoever finds nothing still has to win the insert itself.
+        if let Some(seen) = reads.read(operation.id()).await? {
+            return Ok(Inserted::Exists(seen));
+        }
+        group.call(Call::Insert(operation.clone(), write)).await?.inserted()
+    }
+
+    async fn replace(&self, id: Id, expected: Revision, write: Write) -> Result<Replaced, StoreError> {
+        self.open_parts()?.group.call(Call::Replace(id, expected, write)).await?.replaced()
+    }
+
+    async fn remove(&self, id: Id, expected: Revision) -> Result<bool, StoreError> {
+        self.open_parts()?.group.call(Call::Remove(id, expected)).await?.removed()
+    }
+
+    async fn read(&self, id: Id) -> Result<Option<Seen>, StoreError> {
+        self.open_parts()?.reads.read(id).await
+    }
+
+    async fn sweep(&self, rows_max: u32) -> Result<u64, StoreError> {
+        self.open_parts()?;
+        let writer = Arc::clone(&self.shared.writer);
+        detached(sweep(writer, rows_max)).await
+    }
+}
+
+#[async_trait]
+impl Inspect for SqliteStore {
+    async fn list(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Vec<Entry>, StoreError> {
+        let (lister, filter, after) = (self.lister()?, filter.clone(), after.cloned());
+        detached(async move {
+            let mut link = lister.lock().await;
+            match list(&mut link, &filter, after.as_ref(), rows_max).await {
+                Ok(rows) => rows.iter().map(entry).collect(),
+                Err(error) => {
+                    link.discard();
+                    Err(not_applied("list", &error))
+                }
+            }
+        })
+        .await
+    }
+}
+
+/// Runs on a task of its own, so that a caller who leaves interrupts no statement.
+async fn detached<T: Send + 'static>(
+    work: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+) -> Result<T, StoreError> {
+    tokio::spawn(work).await.unwrap_or_else(|error| {
+        Err(StoreError::new(StoreErrorKind::Ambiguous, "the store's task ended early").with_source(error))
+    })
+}
+
+async fn sweep(writer: Arc<Mutex<Link>>, rows_max: u32) -> Result<u64, StoreError> {
+    let mut removed = 0;
+    loop {
+        let left = u64::from(rows_max).saturating_sub(removed);
+        let rows = left.min(SWEEP_ROWS_MAX.into());
+        if rows == 0 {
+            return Ok(removed);
+        }
+        let mut link = writer.lock().await;
+        let swept = match link.connection().await {
+            Ok(connection) => sqlx::query(sql::SWEEP).bind(rows.cast_signed()).execute(connection).await,
+            Err(error) => Err(error),
+        };
+        let swept = swept.map_err(|error| {
+            link.discard();
+            not_applied("sweep", &error)
+        })?;
+        removed += swept.rows_affected();
+        if swept.rows_affected() < rows {
+            return Ok(removed);
+        }
+    }
+}
+
+async fn list(
+    link: &mut Link,
+    filter: &Filter,
+    after: Option<&Cursor>,
+    rows_max: u32,
+) -> Result<Vec<sqlx::sqlite::SqliteRow>, sqlx::Error> {
+    list_query(filter, after, rows_max).build().persistent(false).fetch_all(link.connection().await?).await
+}
+
+/// Conditions only for what is asked, so that each can use its index.
+fn list_query(filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> QueryBuilder<Sqlite> {
+    let mut query = QueryBuilder::new(sql::LIST);
+    query.push(" WHERE true");
+    if let Some(id) = filter.id {
+        query.push(" AND id = ").push_bind(id.0.to_vec());
+    }
+    let parts = [
+        (" AND key = ", &filter.key),
+        (" AND namespace = ", &filter.namespace),
+        (" AND endpoint = ", &filter.endpoint),
+        (" AND caller = ", &filter.caller),
+    ];
+    for (condition, value) in parts {
+        if let Some(value) = value {
+            query.push(condition).push_bind(value.clone());
+        }
+    }
+    if let Some(Cursor { created_at, id }) = after {
+        query.push(" AND (created_at, id) > (").push_bind(created_at.0);
+        query.push(", ").push_bind(id.0.to_vec()).push(")");
+    }
+    query.push(" ORDER BY created_at, id LIMIT ").push_bind(i64::from(rows_max));
+    query
+}
+
+fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Entry, StoreError> {
+    let parse = || {
+        let Seen { record, now } = sql::seen(row)?;
+        let part = |column| sql::get::<String>(row, sql::PARTS_COLUMN + column);
+        let key = Key::new(part(3)?).map_err(|error| error.to_string())?;
+        Ok(Entry { operation: Operation::new(part(0)?, part(1)?, part(2)?, key), record, now })
+    };
+    parse().map_err(|reason: String| match sql::id(row) {
+        Ok(id) => writer::unreadable(id, &reason),
+        Err(_) => StoreError::new(StoreErrorKind::Unreadable, reason),
+    })
+}
+
+async fn facts(link: &mut Link) -> Result<Facts, sqlx::Error> {
+    let connection = link.connection().await?;
+    let row = sqlx::query(
+        "SELECT sqlite_version(), (SELECT journal_mode FROM pragma_journal_mode), \
+                (SELECT synchronous FROM pragma_synchronous), \
+                (SELECT user_version FROM pragma_user_version), \
+                (SELECT count(*) FROM idempotency_keys)",
+    )
+    .fetch_one(connection)
+    .await?;
+    Ok(Facts {
+        sqlite_version: row.try_get(0)?,
+        journal_mode: row.try_get(1)?,
+        synchronous: row.try_get(2)?,
+        schema_version: row.try_get(3)?,
+        records: row.try_get::<i64, _>(4)?.cast_unsigned(),
+    })
+}

@@ -1,0 +1,257 @@
+//! The tables, whose they are, and how they come about.
+
+use std::time::{Duration, Instant};
+
+use sqlx::{AssertSqlSafe, Connection, Executor, Row, SqliteConnection};
+use tokio::time::sleep;
+
+use crate::error::{OpenError, code, extended, primary};
+use crate::link::Target;
+use crate::options::Synchronous;
+use crate::sql;
+
+/// The schema that this version writes.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// Stands in the file's header and says that the database is Onlyonce's: `1cee` and `0001`.
+const APPLICATION_ID: i64 = 0x1cee_0001;
+
+/// Each entry takes the schema one version further; an entry that was released is never changed.
+///
+/// The id is a plain primary key beside the rowid: a table clustered by a random 32-byte id would move
+/// large bodies about. Nothing that completing a key changes is indexed, but for `expires_at`.
+const MIGRATIONS: [&str; SCHEMA_VERSION as usize] = ["
+    CREATE TABLE idempotency_keys (
+        id                 BLOB    NOT NULL PRIMARY KEY CHECK (length(id) = 32),
+        namespace          TEXT    NOT NULL,
+        endpoint           TEXT    NOT NULL,
+        caller             TEXT    NOT NULL,
+        key                TEXT    NOT NULL,
+        fingerprint_target BLOB    NOT NULL CHECK (length(fingerprint_target) = 32),
+        fingerprint_body   BLOB    NOT NULL CHECK (length(fingerprint_body) = 32),
+        revision           BLOB    NOT NULL CHECK (length(revision) = 16),
+        attempt            INTEGER NOT NULL,
+        created_at         INTEGER NOT NULL,
+        granted_at         INTEGER NOT NULL,
+        lease_until        INTEGER,
+        completed_at       INTEGER,
+        status             INTEGER,
+        expires_at         INTEGER NOT NULL,
+        head               BLOB,
+        body               BLOB,
+        CHECK ((lease_until IS NULL) <> (completed_at IS NULL)),
+        CHECK ((completed_at IS NULL) = (status IS NULL)),
+        CHECK ((completed_at IS NULL) = (head IS NULL)),
+        CHECK ((completed_at IS NULL) = (body IS NULL))
+    ) STRICT;
+    CREATE INDEX idempotency_keys_expires_at ON idempotency_keys (expires_at);
+    CREATE INDEX idempotency_keys_created_at ON idempotency_keys (created_at);
+    CREATE INDEX idempotency_keys_key ON idempotency_keys (key);
+"];
+
+/// Whose a database is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    /// Nobody's yet: there is nothing in it.
+    Nobody,
+    /// Onlyonce's, at this version.
+    Ours(u32),
+    Foreign,
+}
+
+/// What [`migrate`](crate::migrate) did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Migrated {
+    /// The version that was found; zero in a new database.
+    pub from: u32,
+    /// The version that it has now.
+    pub to: u32,
+}
+
+/// The version in the file, or `None` if there is no file or nothing in it. Writes nothing.
+pub(crate) async fn version(target: &Target) -> Result<Option<u32>, OpenError> {
+    match look(target).await? {
+        Owner::Nobody => Ok(None),
+        Owner::Ours(version) => Ok(Some(version)),
+        Owner::Foreign => Err(foreign(target)),
+    }
+}
+
+/// Opens the database for writing, with its schema as this version wants it.
+pub(crate) async fn prepare(target: &Target) -> Result<(SqliteConnection, Migrated), OpenError> {
+    // Before anything may write: another's database stays as it is, byte for byte.
+    let owner = look(target).await?;
+    check_version(target, owner)?;
+    if owner == Owner::Nobody && !target.create && target.path.as_ref().is_some_and(|path| !path.exists()) {
+        return Err(OpenError::failed(format!("the SQLite file {} does not exist", target.name)));
+    }
+    let explain = |error| target.explain(error);
+    let mut connection = target.connect(target.create).await.map_err(explain)?;
+    write_ahead(target, &mut connection).await?;
+    check_synchronous(target, &mut connection).await?;
+    let migrated = migrate(target, &mut connection).await?;
+    check(target, &mut connection).await?;
+    Ok((connection, migrated))
+}
+
+async fn look(target: &Target) -> Result<Owner, OpenError> {
+    if target.path.as_ref().is_none_or(|path| !path.exists()) {
+        return Ok(Owner::Nobody);
+    }
+    let looked = async {
+        let mut connection = target.connect_to_look().await?;
+        let owner = owner(&mut connection).await;
+        let _ = connection.close().await;
+        owner
+    };
+    match looked.await {
+        // A process died while it created the file; only a writer can finish or undo that.
+        Err(error) if extended(&error) == Some(code::READONLY_ROLLBACK) => Ok(Owner::Nobody),
+        looked => looked.map_err(|error| target.explain(error)),
+    }
+}
+
+async fn owner(connection: &mut SqliteConnection) -> Result<Owner, sqlx::Error> {
+    let row = sqlx::query(
+        "SELECT (SELECT application_id FROM pragma_application_id), \
+                (SELECT user_version FROM pragma_user_version), \
+                (SELECT count(*) FROM sqlite_schema)",
+    )
+    .fetch_one(connection)
+    .await?;
+    let (application, version, objects): (i64, i64, i64) =
+        (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    Ok(match (application, u32::try_from(version)) {
+        (APPLICATION_ID, Ok(version)) => Owner::Ours(version),
+        (0, Ok(0)) if objects == 0 => Owner::Nobody,
+        _ => Owner::Foreign,
+    })
+}
+
+fn foreign(target: &Target) -> OpenError {
+    OpenError::refused(format!(
+        "the SQLite file {} belongs to another application; Onlyonce wants a file of its own",
+        target.name
+    ))
+}
+
+/// The version to start from, if this one can use the database.
+fn check_version(target: &Target, owner: Owner) -> Result<u32, OpenError> {
+    match owner {
+        Owner::Nobody => Ok(0),
+        Owner::Ours(version) if version <= SCHEMA_VERSION => Ok(version),
+        Owner::Ours(version) => Err(OpenError::refused(format!(
+            "the SQLite file {} has schema version {version} and this program knows up to {SCHEMA_VERSION}; \
+             use a newer onlyonce",
+            target.name
+        ))),
+        Owner::Foreign => Err(foreign(target)),
+    }
+}
+
+/// Switches to a write-ahead log, which outlives the connection.
+///
+/// Race: many processes open a new file at once. The switch wants the file for itself, and SQLite's busy
+/// timeout does not cover it.
+async fn write_ahead(target: &Target, connection: &mut SqliteConnection) -> Result<(), OpenError> {
+    if target.path.is_none() {
+        return Ok(());
+    }
+    let deadline = Instant::now() + target.busy_timeout;
+    let mut wait = Duration::from_millis(2);
+    let mode: String = loop {
+        match sqlx::query_scalar("PRAGMA journal_mode = WAL").fetch_one(&mut *connection).await {
+            Ok(mode) => break mode,
+            Err(error) if primary(&error) == Some(code::BUSY) && Instant::now() < deadline => {
+                sleep(wait).await;
+                wait = (wait * 2).min(Duration::from_millis(100));
+            }
+            Err(error) => return Err(target.explain(error)),
+        }
+    };
+    if mode.eq_ignore_ascii_case("wal") {
+        return Ok(());
+    }
+    Err(OpenError::refused(format!(
+        "the SQLite file {} keeps journal mode {mode}, perhaps because of its file system; wal is needed",
+        target.name
+    )))
+}
+
+async fn check_synchronous(target: &Target, connection: &mut SqliteConnection) -> Result<(), OpenError> {
+    let found: i64 = sqlx::query_scalar("PRAGMA synchronous")
+        .fetch_one(connection)
+        .await
+        .map_err(|error| target.explain(error))?;
+    let wanted = match target.synchronous {
+        Synchronous::Off => 0,
+        Synchronous::Normal => 1,
+        Synchronous::Full => 2,
+        Synchronous::Extra => 3,
+    };
+    if found == wanted {
+        return Ok(());
+    }
+    Err(OpenError::refused(format!(
+        "SQLite runs {} with synchronous = {found} although {} was asked for; full or extra is needed",
+        target.name, target.synchronous
+    )))
+}
+
+/// Race: ten processes find the same old schema. One migrates under the write lock; the others then
+/// read the new version under the same lock.
+async fn migrate(target: &Target, connection: &mut SqliteConnection) -> Result<Migrated, OpenError> {
+    let explain = |error| target.explain(error);
+    let found = check_version(target, owner(connection).await.map_err(explain)?)?;
+    if found == SCHEMA_VERSION {
+        return Ok(Migrated { from: found, to: found });
+    }
+    connection.execute(sql::BEGIN).await.map_err(explain)?;
+    let migrated = migrate_locked(target, connection).await;
+    let end = if migrated.is_ok() { sql::COMMIT } else { sql::ROLLBACK };
+    let ended = connection.execute(end).await.map_err(explain);
+    let migrated = migrated?;
+    ended?;
+    Ok(migrated)
+}
+
+async fn migrate_locked(target: &Target, connection: &mut SqliteConnection) -> Result<Migrated, OpenError> {
+    let explain = |error| target.explain(error);
+    let from = check_version(target, owner(connection).await.map_err(explain)?)?;
+    for migration in &MIGRATIONS[from as usize..] {
+        connection.execute(*migration).await.map_err(explain)?;
+    }
+    let seal = format!("PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};");
+    connection.execute(AssertSqlSafe(seal)).await.map_err(explain)?;
+    Ok(Migrated { from, to: SCHEMA_VERSION })
+}
+
+/// Refuses a database in which the guarantee would not hold: without the unique id two claims of one
+/// key both pass.
+async fn check(target: &Target, connection: &mut SqliteConnection) -> Result<(), OpenError> {
+    let unique: i64 = sqlx::query_scalar(
+        "SELECT count(*) FROM pragma_index_list('idempotency_keys') AS list \
+         WHERE list.\"unique\" = 1 AND list.partial = 0 \
+           AND (SELECT group_concat(name) FROM pragma_index_info(list.name)) = 'id'",
+    )
+    .fetch_one(&mut *connection)
+    .await
+    .map_err(|error| target.explain(error))?;
+    let damaged = |what: &str| {
+        OpenError::refused(format!(
+            "the SQLite file {} is damaged: {what}; restore it, or give the path of a new file",
+            target.name
+        ))
+    };
+    if unique == 0 {
+        return Err(damaged("table idempotency_keys has no unique index on id"));
+    }
+    for statement in [sql::INSERT, sql::UPDATE, sql::RESTART, sql::DELETE, sql::SWEEP, sql::LIST] {
+        let prepared = sqlx::SqlSafeStr::into_sql_str(statement);
+        connection
+            .prepare(prepared)
+            .await
+            .map_err(|error| damaged("table idempotency_keys is not as it was made").with_source(error))?;
+    }
+    Ok(())
+}
