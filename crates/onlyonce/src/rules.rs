@@ -4,6 +4,7 @@
 //! rule for `/payments`. The request itself keeps its path as sent.
 
 use std::fmt;
+use std::sync::Arc;
 
 use http::Method;
 
@@ -15,7 +16,7 @@ pub struct Route {
     methods: Methods,
     pattern: Vec<Segment>,
     endpoint: Option<String>,
-    settings: Settings,
+    settings: Arc<Settings>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,7 +55,7 @@ impl Route {
             methods: parse_methods(methods).map_err(refuse)?,
             pattern: parse_pattern(path).map_err(refuse)?,
             endpoint: None,
-            settings,
+            settings: Arc::new(settings),
         })
     }
 
@@ -102,13 +103,13 @@ impl std::error::Error for RouteError {}
 /// All rules: the first that matches wins, and the defaults apply to `POST` and `PATCH` elsewhere.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
-    pub(crate) routes: Vec<Route>,
-    pub(crate) defaults: Settings,
+    routes: Vec<Route>,
+    defaults: Arc<Settings>,
 }
 
 /// The rule that a request falls under.
 pub(crate) struct Matched<'a> {
-    pub(crate) settings: &'a Settings,
+    pub(crate) settings: &'a Arc<Settings>,
     /// The method and the path as sent, or the stable name that the rule gives it.
     pub(crate) endpoint: String,
 }
@@ -116,7 +117,7 @@ pub(crate) struct Matched<'a> {
 impl Rules {
     pub(crate) fn new(routes: Vec<Route>, defaults: Settings) -> Result<Self, SettingsError> {
         defaults.check()?;
-        Ok(Self { routes, defaults })
+        Ok(Self { routes, defaults: Arc::new(defaults) })
     }
 
     /// `None` if the request is not to be guarded, with or without a key.

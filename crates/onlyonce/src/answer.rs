@@ -1,0 +1,398 @@
+//! An answer worth keeping: gathered, recorded, and passed on.
+//!
+//! One that is complete within `stream_after` is recorded first and sent then. A longer one is passed
+//! on as it comes, but its end is held back until the record is on disk, so that no caller sees the end
+//! of an answer that could be lost: under `Content-Length` the last bytes, otherwise the end of the
+//! stream, so that no event is delayed. One over `response_body_bytes_max` leaves, before its first
+//! excess byte is passed on, the mark that the work was done.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Response, response};
+use http_body::{Body, Frame};
+use http_body_util::BodyExt;
+use onlyonce_core::{Grant, Recorded, StoreError, Verdict, outcome};
+use tokio::time::{Instant, sleep_until};
+use tracing::{debug, warn};
+
+use crate::body::{BoxError, Relay, ResponseBody};
+use crate::headers;
+use crate::problem::Code;
+use crate::service::joined;
+use crate::work::{Job, Reply};
+
+pub(crate) struct Answer<ResB, E> {
+    job: Job,
+    head: response::Parts,
+    body: Pin<Box<ResB>>,
+    caller: CallerSide<ResB, E>,
+    held: Held,
+    renew_at: Option<Instant>,
+    /// What has arrived, and how many pieces of it were passed on.
+    pieces: Vec<Bytes>,
+    pieces_passed: usize,
+    bytes: usize,
+    content_length: Option<usize>,
+    trailers: HeaderMap,
+    idle_at: Instant,
+}
+
+enum CallerSide<ResB, E> {
+    /// Has not been sent anything; is shown the beginning at that moment.
+    Waiting {
+        reply: Reply<ResB, E>,
+        stream_at: Instant,
+    },
+    Reading(Relay),
+    /// Hung up, or was told 504. The gathering goes on until then.
+    Gone {
+        until: Instant,
+    },
+}
+
+/// The grant, or the renewal that has it in hand: a slow store must not hold up the answer.
+enum Held {
+    Grant(Grant),
+    Renewing(Pin<Box<dyn Future<Output = Renewed> + Send>>),
+}
+
+type Renewed = (Grant, Result<bool, StoreError>);
+
+enum Event {
+    Frame(Frame<Bytes>),
+    End,
+    Failed(BoxError),
+    Idle,
+    RenewDue,
+    Renewed(Renewed),
+    StreamDue,
+    HungUp,
+    GivenUp,
+}
+
+impl<ResB, E> Answer<ResB, E>
+where
+    ResB: Body<Data = Bytes> + Send + 'static,
+    ResB::Error: Into<BoxError>,
+{
+    pub(crate) fn new(
+        job: Job,
+        grant: Grant,
+        response: Response<ResB>,
+        reply: Option<Reply<ResB, E>>,
+    ) -> Self {
+        let now = Instant::now();
+        let (head, body) = response.into_parts();
+        let lease = job.settings.lease();
+        let stream_after = match headers::is_event_stream(&head.headers) {
+            true => Duration::ZERO,
+            false => job.settings.stream_after,
+        };
+        Self {
+            caller: match reply {
+                Some(reply) => CallerSide::Waiting { reply, stream_at: now + stream_after },
+                None => CallerSide::Gone { until: now + lease },
+            },
+            held: Held::Grant(grant),
+            renew_at: Some(now + lease / RENEW_AFTER),
+            pieces: Vec::new(),
+            pieces_passed: 0,
+            bytes: 0,
+            content_length: headers::content_length(&head.headers),
+            trailers: HeaderMap::new(),
+            idle_at: now + job.settings.idle_timeout,
+            head,
+            body: Box::pin(body),
+            job,
+        }
+    }
+
+    /// Takes the answer to its end.
+    pub(crate) async fn gather(mut self) {
+        let bytes_max = self.job.settings.response_body_bytes_max;
+        if self.content_length.is_some_and(|bytes| bytes > bytes_max) {
+            return self.not_kept().await;
+        }
+        loop {
+            match self.next().await {
+                Event::Frame(frame) => match frame.into_data() {
+                    Ok(data) if data.is_empty() => {}
+                    Ok(data) => {
+                        self.bytes += data.len();
+                        self.pieces.push(data);
+                        if self.bytes > bytes_max {
+                            return self.not_kept().await;
+                        }
+                        self.pass_on();
+                    }
+                    Err(frame) => self.trailers.extend(frame.into_trailers().unwrap_or_default()),
+                },
+                Event::End => return self.kept().await,
+                Event::Failed(error) => return self.cut(Code::UpstreamLost, error),
+                Event::Idle => return self.cut(Code::UpstreamTimeout, PAUSED.into()),
+                Event::RenewDue => self.renew(),
+                Event::Renewed(renewed) => self.renewed(renewed),
+                Event::StreamDue => self.show_beginning(),
+                Event::HungUp => {
+                    self.caller = CallerSide::Gone { until: Instant::now() + self.job.settings.lease() };
+                }
+                Event::GivenUp => {
+                    warn!(operation = %self.job.operation.id(), "the caller is gone and the answer does not end");
+                    self.mark().await;
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn next(&mut self) -> Event {
+        if self.body.is_end_stream() {
+            return Event::End;
+        }
+        let stream_at = match &self.caller {
+            CallerSide::Waiting { stream_at, .. } => Some(*stream_at),
+            _ => None,
+        };
+        if stream_at.is_some_and(|at| at <= Instant::now()) {
+            return Event::StreamDue;
+        }
+        tokio::select! {
+            biased;
+            frame = self.body.frame() => match frame {
+                Some(Ok(frame)) => {
+                    self.idle_at = Instant::now() + self.job.settings.idle_timeout;
+                    Event::Frame(frame)
+                }
+                Some(Err(error)) => Event::Failed(error.into()),
+                None => Event::End,
+            },
+            event = left(&mut self.caller) => event,
+            event = renewal(&mut self.held, self.renew_at) => event,
+            () = at(stream_at) => Event::StreamDue,
+            () = sleep_until(self.idle_at) => Event::Idle,
+        }
+    }
+
+    /// Everything is here: records it, and then lets the caller see the end.
+    async fn kept(mut self) {
+        let body = joined(self.pieces.clone(), self.bytes);
+        let recorded = Recorded::Response(outcome::Response {
+            status: self.head.status,
+            headers: headers::recorded(&self.head.headers, self.job.settings.record_cookies),
+            body: body.clone(),
+            trailers: self.trailers.clone(),
+        });
+        self.job.record(self.held.settled(), Verdict::Keep(recorded.encode())).await;
+        match self.caller {
+            CallerSide::Waiting { reply, .. } => {
+                headers::announce(&mut self.head.headers, &self.trailers);
+                let response = Response::from_parts(self.head, ResponseBody::whole(body, self.trailers));
+                self.job.send(&mut Some(reply), response);
+            }
+            CallerSide::Reading(relay) => {
+                self.pieces.drain(self.pieces_passed..).for_each(|piece| relay.pass(Frame::data(piece)));
+                if !self.trailers.is_empty() {
+                    relay.pass(Frame::trailers(self.trailers));
+                }
+                relay.end();
+            }
+            CallerSide::Gone { .. } => {}
+        }
+    }
+
+    /// Leaves the mark that the work was done and its answer not kept.
+    async fn mark(self) -> Unkept<ResB, E> {
+        let mark = Recorded::NotKept { status: self.head.status };
+        self.job.record(self.held.settled(), Verdict::Keep(mark.encode())).await;
+        Unkept {
+            job: self.job,
+            head: self.head,
+            body: self.body,
+            caller: self.caller,
+            unsent: self.pieces.into_iter().skip(self.pieces_passed).collect(),
+        }
+    }
+
+    /// The answer is too large to record: leaves the mark, and then passes the rest on.
+    async fn not_kept(self) {
+        self.mark().await.relay().await;
+    }
+
+    /// The answer was lost halfway: the key is left to its lease.
+    fn cut(self, code: Code, error: BoxError) {
+        debug!(operation = %self.job.operation.id(), %error, "the answer was lost halfway");
+        let lease_ends = match &self.held {
+            Held::Grant(grant) => grant.lease_ends(),
+            Held::Renewing(_) => Instant::now() + self.job.settings.lease(),
+        };
+        match self.caller {
+            CallerSide::Waiting { reply, .. } => {
+                self.job.send(&mut Some(reply), self.job.unknown(code, lease_ends));
+            }
+            CallerSide::Reading(relay) => relay.cut(error),
+            CallerSide::Gone { .. } => {}
+        }
+    }
+
+    /// Sends the head and what has arrived, and lets the rest follow.
+    fn show_beginning(&mut self) {
+        let (relay, body) = ResponseBody::relayed();
+        if let CallerSide::Waiting { reply, .. } =
+            std::mem::replace(&mut self.caller, CallerSide::Reading(relay))
+        {
+            self.job.send(&mut Some(reply), Response::from_parts(self.head.clone(), body));
+        }
+        self.pass_on();
+    }
+
+    /// Passes on what has arrived, but not the last bytes of a known length.
+    fn pass_on(&mut self) {
+        let CallerSide::Reading(relay) = &self.caller else { return };
+        let whole = self.content_length.is_some_and(|length| self.bytes >= length);
+        let until = if whole { self.pieces.len().saturating_sub(1) } else { self.pieces.len() };
+        for piece in self.pieces.get(self.pieces_passed..until).unwrap_or_default() {
+            relay.pass(Frame::data(piece.clone()));
+        }
+        self.pieces_passed = self.pieces_passed.max(until);
+    }
+
+    fn renew(&mut self) {
+        // Replaced at once; the placeholder is never polled.
+        let held = std::mem::replace(&mut self.held, Held::Renewing(Box::pin(std::future::pending())));
+        self.held = match held {
+            Held::Grant(mut grant) => Held::Renewing(Box::pin(async move {
+                let renewed = grant.renew().await;
+                (grant, renewed)
+            })),
+            renewing @ Held::Renewing(_) => renewing,
+        };
+    }
+
+    fn renewed(&mut self, (grant, renewed): Renewed) {
+        self.held = Held::Grant(grant);
+        let lease = self.job.settings.lease();
+        let operation = self.job.operation.id();
+        self.renew_at = match renewed {
+            Ok(true) => Some(Instant::now() + lease / RENEW_AFTER),
+            Ok(false) => {
+                warn!(%operation, "the lease was lost while the answer was still coming");
+                None
+            }
+            Err(error) => {
+                warn!(%operation, %error, "the lease could not be renewed");
+                Some(Instant::now() + lease / RENEW_AGAIN_AFTER)
+            }
+        };
+    }
+}
+
+/// An answer that is marked as done and not kept.
+struct Unkept<ResB, E> {
+    job: Job,
+    head: response::Parts,
+    body: Pin<Box<ResB>>,
+    caller: CallerSide<ResB, E>,
+    unsent: Vec<Bytes>,
+}
+
+impl<ResB, E> Unkept<ResB, E>
+where
+    ResB: Body<Data = Bytes> + Send + 'static,
+    ResB::Error: Into<BoxError>,
+{
+    /// Passes the answer on as fast as the caller reads. Without a caller the work goes on, but for no
+    /// more than a lease.
+    async fn relay(mut self) {
+        let lease = self.job.settings.lease();
+        let mut until = None;
+        let relay = match self.caller {
+            CallerSide::Waiting { reply, .. } => {
+                let (relay, body) = ResponseBody::relayed();
+                self.job.send(&mut Some(reply), Response::from_parts(self.head, body));
+                Some(relay)
+            }
+            CallerSide::Reading(relay) => Some(relay),
+            CallerSide::Gone { until: given_up_at } => {
+                until = Some(given_up_at);
+                None
+            }
+        };
+        if let Some(relay) = &relay {
+            self.unsent.into_iter().for_each(|piece| relay.pass(Frame::data(piece)));
+        }
+        let hung_up = async || match &relay {
+            Some(relay) => relay.closed().await,
+            None => std::future::pending().await,
+        };
+        loop {
+            let idle_at = Instant::now() + self.job.settings.idle_timeout;
+            let frame = tokio::select! {
+                biased;
+                () = hung_up(), if until.is_none() => {
+                    until = Some(Instant::now() + lease);
+                    continue;
+                }
+                frame = self.body.frame() => frame.map(|frame| frame.map_err(Into::into)),
+                () = at(until) => return,
+                () = sleep_until(idle_at) => Some(Err(PAUSED.into())),
+            };
+            match (frame, &relay) {
+                (Some(Ok(frame)), Some(relay)) => relay.pass_slowly(frame).await,
+                (Some(Ok(_)), None) => {}
+                (Some(Err(error)), Some(relay)) => return relay.cut(error),
+                (None, Some(relay)) => return relay.end(),
+                (_, None) => return,
+            }
+        }
+    }
+}
+
+const PAUSED: &str = "the answer paused for longer than idle_timeout";
+
+/// The lease is renewed after this part of it, so that there is time to try again.
+const RENEW_AFTER: u32 = 3;
+
+/// And after this part of it if that failed.
+const RENEW_AGAIN_AFTER: u32 = 12;
+
+impl Held {
+    /// The grant, after the renewal that may have it in hand.
+    async fn settled(self) -> Grant {
+        match self {
+            Self::Grant(grant) => grant,
+            Self::Renewing(renewing) => renewing.await.0,
+        }
+    }
+}
+
+async fn renewal(held: &mut Held, due: Option<Instant>) -> Event {
+    match held {
+        Held::Grant(_) => {
+            at(due).await;
+            Event::RenewDue
+        }
+        Held::Renewing(renewing) => Event::Renewed(renewing.await),
+    }
+}
+
+async fn left<ResB, E>(caller: &mut CallerSide<ResB, E>) -> Event {
+    match caller {
+        CallerSide::Waiting { reply, .. } => reply.closed().await,
+        CallerSide::Reading(relay) => relay.closed().await,
+        CallerSide::Gone { until } => {
+            sleep_until(*until).await;
+            return Event::GivenUp;
+        }
+    }
+    Event::HungUp
+}
+
+/// Never, if there is no such moment.
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,121 @@
+//! The layer: its configuration, and what all its services share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use onlyonce_core::{Engine, Operation, Store};
+use tokio_util::task::TaskTracker;
+use tower_layer::Layer;
+
+use crate::caller::Caller;
+use crate::rules::{Route, Rules};
+use crate::service::OnlyonceService;
+use crate::settings::{DURATION_MAX, Settings, SettingsError};
+
+/// Everything about a layer but its store.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// One API. Two APIs on one store set their own.
+    pub namespace: String,
+    /// How the caller of a request is told.
+    pub caller: Caller,
+    /// How long a finished answer is held back while its outcome cannot be recorded, on the local
+    /// monotonic clock.
+    pub record_grace: Duration,
+    /// The settings where no route says otherwise.
+    pub defaults: Settings,
+    /// The first that matches wins.
+    pub routes: Vec<Route>,
+}
+
+/// The namespace of whoever set none.
+pub const NAMESPACE_DEFAULT: &str = "default";
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            namespace: NAMESPACE_DEFAULT.to_owned(),
+            caller: Caller::default(),
+            record_grace: Duration::from_secs(2),
+            defaults: Settings::default(),
+            routes: Vec::new(),
+        }
+    }
+}
+
+/// Guards a service: each operation runs once, and every retry gets its answer.
+///
+/// Cheap to clone; clones share the store and the running work.
+#[derive(Clone)]
+pub struct OnlyonceLayer {
+    shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) engine: Engine,
+    pub(crate) rules: Rules,
+    pub(crate) caller: Caller,
+    pub(crate) namespace: String,
+    pub(crate) record_grace: Duration,
+    pub(crate) tasks: TaskTracker,
+}
+
+impl OnlyonceLayer {
+    /// A layer on this store.
+    ///
+    /// # Errors
+    /// Names the setting that cannot be, and what is allowed.
+    pub fn new(store: Arc<dyn Store>, config: Config) -> Result<Self, SettingsError> {
+        let Config { namespace, caller, record_grace, defaults, routes } = config;
+        if namespace.is_empty() {
+            return Err(SettingsError::new("namespace", "must not be empty"));
+        }
+        if record_grace > DURATION_MAX {
+            return Err(SettingsError::new("record_grace", "is too long; at most ten years"));
+        }
+        let shared = Shared {
+            engine: Engine::new(store),
+            rules: Rules::new(routes, defaults)?,
+            caller,
+            namespace,
+            record_grace,
+            tasks: TaskTracker::new(),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Waits until no guarded work is running, its outcome recorded or its lease ended. For a graceful
+    /// shutdown, after the last request was accepted.
+    pub async fn drained(&self) {
+        self.shared.tasks.close();
+        self.shared.tasks.wait().await;
+    }
+}
+
+impl<S> Layer<S> for OnlyonceLayer {
+    type Service = OnlyonceService<S>;
+
+    fn layer(&self, inner: S) -> OnlyonceService<S> {
+        OnlyonceService::new(inner, Arc::clone(&self.shared))
+    }
+}
+
+/// A request extension: the inner service finds it on every guarded request.
+#[derive(Clone, Debug)]
+pub struct Execution {
+    /// Who asks for what under which key.
+    pub operation: Arc<Operation>,
+    /// Which attempt this is since the key was last free; the first is 1. On a later one the work may
+    /// have happened before, wholly or in part.
+    pub attempt: u32,
+}
+
+/// A response extension: by it the inner service says that it could not do the work. The layer then
+/// answers for it, and the rest of the response does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// Nothing was sent to whoever does the work, so it did not happen: the key is released.
+    NotSent,
+    /// The request was sent and the answer lost: the key stays held until its lease ends.
+    Lost,
+}

@@ -1,0 +1,316 @@
+//! One guarded operation, from the claim to the record, on a task of its own.
+//!
+//! | the work ended with | the key |
+//! |---|---|
+//! | an answer worth keeping | done: every retry is given it |
+//! | another answer, a panic, [`Failure::NotSent`] | released: the next retry runs the work |
+//! | an error, [`Failure::Lost`], an answer that says nothing (502, 504), no answer in time | left to its lease |
+
+use std::any::Any;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use http::{Request, Response};
+use http_body::Body;
+use metrics::{counter, gauge};
+use onlyonce_core::backoff::Backoff;
+use onlyonce_core::{
+    Claimed, Fingerprint, Finished, Grant, Lapse, Operation, Outcome, Recorded, Refusal, StoreError, Verdict,
+};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until, timeout};
+use tower_service::Service;
+use tracing::{debug, error, warn};
+
+use crate::answer::Answer;
+use crate::body::{BoxError, RequestBody, ResponseBody};
+use crate::headers;
+use crate::keep::Disposition;
+use crate::layer::{Execution, Failure, Shared};
+use crate::problem::{Code, Problem};
+use crate::service::{RETRY_STORE_AFTER, refusal};
+use crate::settings::{OnConcurrent, Settings};
+
+/// The work ended without a response.
+pub(crate) enum Ended<E> {
+    Error(E),
+    Panic(Box<dyn Any + Send>),
+}
+
+/// Where the answer goes, until it went there. Closed when the caller hangs up.
+pub(crate) type Reply<ResB, E> = oneshot::Sender<Result<Response<ResponseBody<ResB>>, Ended<E>>>;
+
+const WAIT_FIRST: Duration = Duration::from_millis(10);
+const WAIT_CEILING: Duration = Duration::from_millis(200);
+
+/// What there is to do, and under which rules.
+pub(crate) struct Job {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) operation: Arc<Operation>,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+impl Job {
+    pub(crate) async fn run<S, B, ResB>(
+        self,
+        inner: S,
+        request: Request<RequestBody<B>>,
+        mut reply: Reply<ResB, S::Error>,
+    ) where
+        S: Service<Request<RequestBody<B>>, Response = Response<ResB>> + Send + 'static,
+        S::Future: Send,
+        ResB: Body<Data = Bytes> + Send + 'static,
+        ResB::Error: Into<BoxError>,
+    {
+        match self.claim(&mut reply).await {
+            Some(Ok(grant)) => self.execute(grant, inner, request, reply).await,
+            // A caller that hung up gets nothing.
+            Some(Err(response)) => drop(reply.send(Ok(response))),
+            None => {}
+        }
+    }
+
+    /// A grant, or what the caller is answered instead; `None` if it hung up while it waited.
+    async fn claim<ResB, E>(
+        &self,
+        reply: &mut Reply<ResB, E>,
+    ) -> Option<Result<Grant, Response<ResponseBody<ResB>>>> {
+        let Self { shared, settings, operation, fingerprint } = self;
+        let policy = settings.policy();
+        let wait = match settings.on_concurrent {
+            OnConcurrent::Reject => Duration::ZERO,
+            OnConcurrent::Wait => settings.wait,
+        };
+        let wait_ends = Instant::now() + wait;
+        let mut waits = Backoff::new(WAIT_FIRST, WAIT_CEILING);
+        let (answer, response) = loop {
+            match shared.engine.claim(operation, *fingerprint, &policy).await {
+                Ok(Claimed::Execute(grant)) => {
+                    claimed("execute");
+                    return Some(Ok(grant));
+                }
+                Ok(Claimed::Replay(outcome)) => break ("replay", replay(&outcome)),
+                Ok(Claimed::Refused(Refusal::InFlight { .. })) if Instant::now() < wait_ends => {
+                    let next = Instant::now() + waits.next().unwrap_or(WAIT_CEILING);
+                    tokio::select! {
+                        () = sleep_until(next.min(wait_ends)) => {}
+                        () = reply.closed() => return None,
+                    }
+                }
+                Ok(Claimed::Refused(refused)) => {
+                    let answer = match refused {
+                        Refusal::Mismatch { .. } => "mismatch",
+                        Refusal::InFlight { .. } => "in_flight",
+                        Refusal::Unknown => "unknown",
+                    };
+                    break (answer, refusal(Problem::refused(refused)));
+                }
+                Err(error) => break ("store_error", self.unavailable(&error)),
+            }
+        };
+        claimed(answer);
+        Some(Err(response))
+    }
+
+    fn unavailable<ResB>(&self, error: &StoreError) -> Response<ResponseBody<ResB>> {
+        error!(operation = %self.operation.id(), %error, "the store cannot say who holds the key");
+        refusal(
+            Problem::new(
+                Code::StoreUnavailable,
+                "Nothing was done: the store that keeps idempotency keys is away. Retry with the same key.",
+            )
+            .retry_after(RETRY_STORE_AFTER),
+        )
+    }
+
+    async fn execute<S, B, ResB>(
+        self,
+        grant: Grant,
+        mut inner: S,
+        mut request: Request<RequestBody<B>>,
+        reply: Reply<ResB, S::Error>,
+    ) where
+        S: Service<Request<RequestBody<B>>, Response = Response<ResB>> + Send + 'static,
+        S::Future: Send,
+        ResB: Body<Data = Bytes> + Send + 'static,
+        ResB::Error: Into<BoxError>,
+    {
+        let _in_flight = InFlight::enter();
+        let head_by = Instant::now() + self.settings.timeout;
+        let operation = Arc::clone(&self.operation);
+        request.extensions_mut().insert(Execution { operation, attempt: grant.attempt() });
+        let mut work =
+            std::pin::pin!(AssertUnwindSafe(async move { inner.call(request).await }).catch_unwind());
+        let mut reply = Some(reply);
+        let ended = tokio::select! {
+            biased;
+            ended = &mut work => ended,
+            () = sleep_until(head_by) => {
+                self.send(&mut reply, self.unknown(Code::UpstreamTimeout, grant.lease_ends()));
+                tokio::select! {
+                    biased;
+                    ended = &mut work => ended,
+                    () = sleep_until(grant.lease_ends()) => {
+                        warn!(operation = %self.operation.id(), "no answer within the lease; the work is given up");
+                        return;
+                    }
+                }
+            }
+        };
+        match ended {
+            Ok(Ok(response)) => self.answered(grant, response, reply).await,
+            Ok(Err(error)) => {
+                debug!(operation = %self.operation.id(), "the service failed; the key is left to its lease");
+                reply.map(|reply| reply.send(Err(Ended::Error(error))).err());
+            }
+            Err(panic) => {
+                error!(operation = %self.operation.id(), "the service panicked; the key is released");
+                self.record(std::future::ready(grant), Verdict::Release).await;
+                reply.map(|reply| reply.send(Err(Ended::Panic(panic))).err());
+            }
+        }
+    }
+
+    /// Decides by the head of the answer.
+    async fn answered<ResB, E>(
+        self,
+        grant: Grant,
+        mut response: Response<ResB>,
+        mut reply: Option<Reply<ResB, E>>,
+    ) where
+        ResB: Body<Data = Bytes> + Send + 'static,
+        ResB::Error: Into<BoxError>,
+    {
+        match response.extensions().get() {
+            Some(Failure::NotSent) => {
+                self.record(std::future::ready(grant), Verdict::Release).await;
+                let problem = Problem::new(
+                    Code::UpstreamUnreachable,
+                    "Nothing was sent to the service, so the work was not done; a retry with the same key runs it.",
+                );
+                return self.send(&mut reply, refusal(problem.retry_after(RETRY_STORE_AFTER)));
+            }
+            Some(Failure::Lost) => {
+                return self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
+            }
+            None => {}
+        }
+        headers::remove_ours(response.headers_mut());
+        match self.settings.keep.of(response.status()) {
+            Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
+            Disposition::Release => {
+                self.record(std::future::ready(grant), Verdict::Release).await;
+                self.send(&mut reply, response.map(ResponseBody::inner));
+            }
+            Disposition::Unknown => self.send(&mut reply, response.map(ResponseBody::inner)),
+        }
+    }
+
+    /// Sends the answer, unless one was sent or the caller hung up.
+    pub(crate) fn send<ResB, E>(
+        &self,
+        reply: &mut Option<Reply<ResB, E>>,
+        response: Response<ResponseBody<ResB>>,
+    ) {
+        if let Some(reply) = reply.take() {
+            let _ = reply.send(Ok(response));
+        }
+    }
+
+    /// The refusal for work that was started and whose answer is not here.
+    pub(crate) fn unknown<ResB>(&self, code: Code, lease_ends: Instant) -> Response<ResponseBody<ResB>> {
+        let what = match code {
+            Code::UpstreamTimeout => "The service did not answer in time; the work may go on.",
+            _ => "The service was sent the request and its answer was lost; the work may have happened.",
+        };
+        let lease_left = lease_ends.saturating_duration_since(Instant::now());
+        let seconds = lease_left.as_secs().max(1);
+        refusal(match self.settings.on_lapse {
+            Lapse::Rerun => Problem::new(
+                code,
+                format!(
+                    "{what} A retry with the same key gets its answer if one is recorded, and runs the work again once the \
+                     lease has ended, in {seconds} s."
+                ),
+            )
+            .retry_after(lease_left),
+            Lapse::Hold => Problem::new(
+                code,
+                format!(
+                    "{what} A retry with the same key gets its answer if one is recorded; the work is not run again until \
+                     an operator decides."
+                ),
+            ),
+        })
+    }
+
+    /// Ends the grant and waits for it, but no longer than `record_grace`: the store is then tried on
+    /// until the lease ends, while the caller gets the answer.
+    pub(crate) async fn record(&self, grant: impl Future<Output = Grant> + Send + 'static, verdict: Verdict) {
+        let id = self.operation.id();
+        let finishing = self.shared.tasks.spawn(async move {
+            match grant.await.finish(verdict).await {
+                Ok(Finished::Written) => {}
+                Ok(Finished::LeaseLost) => {
+                    counter!(LOST_LEASES).increment(1);
+                    error!(operation = %id, "the lease was lost to another holder; its record stands");
+                }
+                Err(error) => {
+                    counter!(RECORD_FAILURES).increment(1);
+                    error!(operation = %id, %error, "the outcome could not be recorded within the lease");
+                }
+            }
+        });
+        let _ = timeout(self.shared.record_grace, finishing).await;
+    }
+}
+
+/// Counts grants whose key was another's when they ended.
+pub const LOST_LEASES: &str = "onlyonce_lost_leases_total";
+/// Counts outcomes that could not be recorded before their lease ended.
+pub const RECORD_FAILURES: &str = "onlyonce_record_failures_total";
+/// Counts claims, by `answer`.
+pub const CLAIMS: &str = "onlyonce_claims_total";
+/// The values of `answer`.
+pub const CLAIM_ANSWERS: [&str; 6] = ["execute", "replay", "mismatch", "in_flight", "unknown", "store_error"];
+/// How many guarded operations are running.
+pub const IN_FLIGHT: &str = "onlyonce_in_flight";
+
+fn claimed(answer: &'static str) {
+    counter!(CLAIMS, "answer" => answer).increment(1);
+}
+
+/// Counts running work, however it ends.
+struct InFlight;
+
+impl InFlight {
+    fn enter() -> Self {
+        gauge!(IN_FLIGHT).increment(1);
+        Self
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        gauge!(IN_FLIGHT).decrement(1);
+    }
+}
+
+fn replay<ResB>(outcome: &Outcome) -> Response<ResponseBody<ResB>> {
+    match Recorded::decode(outcome) {
+        Ok(Recorded::Response(recorded)) => {
+            let (parts, body, trailers) = headers::replayed(recorded);
+            Response::from_parts(parts, ResponseBody::whole(body, trailers))
+        }
+        Ok(Recorded::NotKept { status }) => refusal(Problem::not_kept(status)),
+        Err(error) => {
+            error!(%error, "a recorded outcome cannot be given again");
+            let detail = format!("The work was done, but {error}; it is not run again.");
+            refusal(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_STORE_AFTER))
+        }
+    }
+}
