@@ -58,6 +58,8 @@ mod memory;
 pub mod outcome;
 pub mod record;
 pub mod store;
+#[cfg(test)]
+mod tests;
 
 pub use engine::{Claimed, Engine, Finished, Grant};
 pub use fingerprint::BodyMode;

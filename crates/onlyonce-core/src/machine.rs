@@ -89,7 +89,7 @@ pub enum Verdict {
 }
 
 /// The write that ends a grant. It applies only while the stored revision is still the held one.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Finish {
     /// Replace the grant by this.
     Complete(Write),

@@ -1,0 +1,5 @@
+//! Proofs about the core as a whole; each module's own tests stand beside it.
+
+mod boundaries;
+mod model;
+mod mutants;
