@@ -190,18 +190,17 @@ impl Grant {
         let revision = fresh_revision();
         let finish = machine::finish(&self.held, verdict, revision, &self.policy);
         let mut waits = Backoff::new(RETRY_FIRST, RETRY_CEILING);
-        let mut tried = false;
+        let mut removal_in_doubt = false;
         loop {
             let attempt = match &finish {
                 Finish::Nothing => return Ok(Finished::Written),
                 Finish::Complete(write) => self.complete(write).await,
-                Finish::Remove => self.remove(tried).await,
+                Finish::Remove => self.remove(&mut removal_in_doubt).await,
             };
             let error = match attempt {
                 Ok(finished) => return Ok(finished),
                 Err(error) => error,
             };
-            tried = true;
             let wait = waits.next().unwrap_or(RETRY_CEILING);
             if Instant::now() + wait >= self.lease_ends {
                 return Err(error);
@@ -224,17 +223,22 @@ impl Grant {
         }
     }
 
-    async fn remove(&mut self, tried: bool) -> Result<Finished, StoreError> {
+    async fn remove(&mut self, in_doubt: &mut bool) -> Result<Finished, StoreError> {
         loop {
-            if in_time(self.store.remove(self.id, self.held.revision)).await? {
-                return Ok(Finished::Written);
+            match in_time(self.store.remove(self.id, self.held.revision)).await {
+                Ok(true) => return Ok(Finished::Written),
+                Ok(false) => {}
+                Err(error) => {
+                    *in_doubt |= error.may_have_applied();
+                    return Err(error);
+                }
             }
             let found = in_time(self.store.read(self.id)).await?;
             if self.adopt(found.as_ref()) {
                 continue;
             }
-            // After an earlier try the key may be gone, or another's, because that try was applied.
-            return Ok(if tried { Finished::Written } else { Finished::LeaseLost });
+            // If an earlier try's answer was lost, the key may be gone, or another's, because of it.
+            return Ok(if *in_doubt { Finished::Written } else { Finished::LeaseLost });
         }
     }
 

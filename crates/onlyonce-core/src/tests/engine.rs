@@ -353,6 +353,21 @@ async fn a_holder_that_was_taken_over_changes_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_release_that_failed_before_it_was_written_still_notices_a_lost_lease() {
+    // The remove says no, and then the read fails; or the store refuses outright.
+    for fates in [vec![Answered, Unavailable], vec![Unavailable]] {
+        let store = Fated::new();
+        let stale = granted(&store).await;
+        // By the store's clock alone the lease is over, so the holder still tries again.
+        store.jump(LEASE);
+        let _successor = granted(&store).await;
+        store.meets(fates.clone());
+        let finished = stale.finish(Verdict::Release).await.expect("answered");
+        assert_eq!(finished, Finished::LeaseLost, "{fates:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn finishing_goes_on_while_the_store_fails() {
     for fate in [Unavailable, CallLost, AnswerLost] {
         for verdict in [Verdict::Keep(paid()), Verdict::Release] {
