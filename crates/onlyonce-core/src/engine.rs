@@ -1,4 +1,4 @@
-//! Carries out what the [machine](crate::machine) decides, against a store that may fail at any call.
+//! Carries out what the [`machine`] decides, against a store that may fail at any call.
 //!
 //! | | store calls |
 //! |---|---|

@@ -1,4 +1,74 @@
 //! Makes retries safe: the work happens once, and whoever asks again gets the first answer.
+//!
+//! [`OnlyonceLayer`] is a tower layer around any HTTP service. A request that carries an
+//! `Idempotency-Key` is claimed in a [`Store`](onlyonce_core::Store), run on a task of its own, and its
+//! answer recorded; every later request with that key is given the recorded answer.
+//!
+//! # What happens to a request
+//!
+//! 1. GET, HEAD, OPTIONS, TRACE and CONNECT pass. POST and PATCH are guarded, other methods where a
+//!    [`Route`] says so.
+//! 2. Without a key it passes, or is refused (400) where a route says `key = required`.
+//! 3. With a malformed key it is refused (400), never passed: it would be unprotected.
+//! 4. The [caller](Caller), the namespace, the endpoint and the key are its identity. The same key from
+//!    another caller is another operation.
+//! 5. Path, query, body and the headers that a route lists are its fingerprint. The same key with
+//!    another fingerprint is refused (422), before anything else is considered.
+//! 6. If the key is free the service runs. A copy meanwhile is refused (409) or waits.
+//! 7. 2xx, 3xx and most 4xx are kept and replayed with `Idempotent-Replayed: true`. 5xx and the
+//!    statuses that ask to try again (401, 407, 408, 421, 425, 429) release the key. 502, 504 and an
+//!    answer that was lost say nothing about the work: the key stays held until its lease ends.
+//! 8. If the store is away, nothing runs (503).
+//!
+//! Every refusal is an RFC 9457 problem with a code in `Onlyonce-Refused`; see [`problem`].
+//!
+//! # Deployment
+//!
+//! Put the layer *inside* whatever authenticates (so that the caller is known), and *outside* whatever
+//! has side effects. A response compressed by an inner layer is recorded compressed, for the encodings
+//! of the first caller: compress outside.
+//!
+//! A holder that stalls for longer than its lease and then wakes can still act on the outside world,
+//! although its record is refused. Give such an act a key of its own.
+//!
+//! # Example
+//!
+//! ```
+//! use std::{convert::Infallible, sync::Arc};
+//! use bytes::Bytes;
+//! use http::{Request, Response};
+//! use http_body_util::{BodyExt, Full};
+//! use onlyonce::{Config, OnlyonceLayer, RequestBody};
+//! use onlyonce_core::MemoryStore;
+//! use tower::{Layer, ServiceExt, service_fn};
+//!
+//! async fn pay(request: Request<RequestBody<Full<Bytes>>>) -> Result<Response<Full<Bytes>>, Infallible> {
+//!     let amount = request.into_body().collect().await?.to_bytes();
+//!     Ok(Response::new(Full::new(format!("paid {}", amount.escape_ascii()).into())))
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(async {
+//! let layer = OnlyonceLayer::new(Arc::new(MemoryStore::new()), Config::default())?;
+//! let payments = layer.layer(service_fn(pay));
+//! let request = |amount: &'static str| {
+//!     Request::post("/payments").header("idempotency-key", "order-4711").body(Full::from(amount))
+//! };
+//!
+//! let first = payments.clone().oneshot(request("100")?).await?;
+//! assert_eq!(first.status(), 200);
+//!
+//! // A retry is given the first answer; the payment is made once.
+//! let retry = payments.clone().oneshot(request("100")?).await?;
+//! assert_eq!(retry.headers()["idempotent-replayed"], "true");
+//!
+//! // An edited request under the same key is refused.
+//! let edited = payments.clone().oneshot(request("999")?).await?;
+//! assert_eq!(edited.status(), 422);
+//! assert_eq!(edited.headers()["onlyonce-refused"], "idempotency-key-reused");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod answer;
 mod body;

@@ -804,3 +804,26 @@ async fn a_holder_that_lost_its_lease_never_overwrites() {
     assert_eq!(seen(first.await.unwrap()).await.body, "from the stalled holder", "the real answer");
     assert_eq!(seen(stalled.send(post("k", "")).await).await.body, "from the successor");
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_whose_body_panics_is_cut_off_and_left_to_its_lease() {
+    let app = App::new(Config::default(), |_, _| {
+        async {
+            let frames = futures_util::stream::once(async {
+                sleep(secs(2)).await;
+                panic!("in the middle of the answer")
+            });
+            let mut response = text(200, "");
+            *response.body_mut() = http_body_util::StreamBody::new(frames).boxed_unsync();
+            response
+        }
+        .boxed()
+    });
+    let mut first = app.send(post("k", "")).await;
+    assert!(first.body_mut().frame().await.unwrap().is_err(), "a cut answer must not look whole");
+    assert_eq!(seen(app.send(post("k", "")).await).await.refused(), Some("request-in-progress"));
+    sleep(secs(75)).await;
+    app.start(post("k", ""));
+    sleep(secs(1)).await;
+    assert_eq!(app.runs(), 2);
+}
