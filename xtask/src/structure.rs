@@ -1,0 +1,205 @@
+//! What a reader of the sources relies on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// The core's modules without clock, randomness or I/O; they import only each other.
+const PURE: [&str; 7] = ["record", "machine", "identity", "digest", "fingerprint", "outcome", "backoff"];
+
+/// Crates that a pure module may use.
+const PURE_CRATES: [&str; 10] = [
+    "std",
+    "core",
+    "bytes",
+    "form_urlencoded",
+    "http",
+    "serde",
+    "serde_json",
+    "serde_json_canonicalizer",
+    "sfv",
+    "sha2",
+];
+
+/// Names that are not pure, whichever way they came in.
+const IMPURE: [&str; 12] = [
+    "tokio",
+    "getrandom",
+    "rand",
+    "tracing",
+    "Instant",
+    "SystemTime",
+    "fs",
+    "net",
+    "env",
+    "io",
+    "process",
+    "thread",
+];
+
+const ARCHITECTURE_LINES_MAX: usize = 250;
+
+/// Marks of unfinished work; in pieces, because this file is searched as well.
+const UNFINISHED: [&str; 4] =
+    [concat!("to", "do!("), concat!("unimple", "mented!("), concat!("#[ign", "ore"), concat!("FIX", "ME")];
+
+/// Every broken rule, as a sentence.
+pub(crate) fn violations(root: &Path, metadata: &Value) -> Result<Vec<String>, String> {
+    let mut found = Vec::new();
+    for module in PURE {
+        let path = root.join("crates/onlyonce-core/src").join(format!("{module}.rs"));
+        found.extend(impurities(&read(&path)?).into_iter().map(|why| format!("core module {module}: {why}")));
+    }
+    match read(&root.join("ARCHITECTURE.md")) {
+        Ok(text) => found.extend(too_long(&text)),
+        Err(error) => found.push(error),
+    }
+    found.extend(undescribed(metadata));
+    for path in sources(root)? {
+        let text = read(&path)?;
+        let name = path.strip_prefix(root).unwrap_or(&path).display().to_string();
+        found.extend(unfinished(&text).into_iter().map(|why| format!("{name}:{why}")));
+    }
+    Ok(found)
+}
+
+/// What a pure module may not contain; its tests may.
+fn impurities(source: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let code = source.split("#[cfg(test)]").next().unwrap_or_default();
+    for line in code.lines().map(|line| line.split("//").next().unwrap_or_default()) {
+        let words: Vec<&str> =
+            line.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).collect();
+        for pair in words.windows(2).filter(|_| line.contains("crate::")) {
+            if pair[0] == "crate" && !PURE.contains(&pair[1]) {
+                found.push(format!("imports crate::{}, which is not pure", pair[1]));
+            }
+        }
+        if let ["use", name, ..] | ["pub", "use", name, ..] = words.as_slice()
+            && !matches!(*name, "crate" | "super" | "self")
+            && !PURE_CRATES.contains(name)
+        {
+            found.push(format!("imports {name}"));
+        }
+        found.extend(words.iter().filter(|word| IMPURE.contains(word)).map(|word| format!("names {word}")));
+    }
+    found
+}
+
+fn too_long(architecture: &str) -> Option<String> {
+    let lines = architecture.lines().count();
+    (lines > ARCHITECTURE_LINES_MAX)
+        .then(|| format!("ARCHITECTURE.md has {lines} lines, more than {ARCHITECTURE_LINES_MAX}"))
+}
+
+/// Published crates without the fields that their page on a registry shows.
+fn undescribed(metadata: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    let members = metadata["workspace_members"].as_array().cloned().unwrap_or_default();
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        // `publish = false` is an empty list of registries.
+        let published = package["publish"].as_array().is_none_or(|registries| !registries.is_empty());
+        if !published || !members.contains(&package["id"]) {
+            continue;
+        }
+        for field in ["readme", "description", "license", "repository"] {
+            if package[field].as_str().is_none_or(str::is_empty) {
+                found.push(format!("{} has no {field} in its Cargo.toml", package["name"]));
+            }
+        }
+    }
+    found
+}
+
+fn unfinished(source: &str) -> Vec<String> {
+    let lines = source.lines().enumerate();
+    let marked = lines.flat_map(|(i, line)| {
+        UNFINISHED.iter().filter(|mark| line.contains(**mark)).map(move |mark| format!("{}: {mark}", i + 1))
+    });
+    marked.collect()
+}
+
+/// Every Rust source and manifest of the workspace.
+fn sources(root: &Path) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    let mut todo = vec![root.join("crates"), root.join("xtask")];
+    while let Some(folder) = todo.pop() {
+        let entries = fs::read_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        for entry in entries {
+            let path = entry.map_err(|error| format!("{}: {error}", folder.display()))?.path();
+            if path.is_dir() {
+                todo.push(path);
+            } else if path.extension().is_some_and(|end| end == "rs" || end == "toml") {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_pure_module_may_use_pure_ones() {
+        let source = "//! Never tokio, see [`crate::engine`].\nuse std::time::Duration;\n\
+                      use bytes::Bytes; // not std::fs\nuse crate::record::{Record, Seen};\n\
+                      #[cfg(test)]\nmod tests { use tokio::time::Instant; }";
+        assert_eq!(impurities(source), [""; 0]);
+    }
+
+    #[test]
+    fn what_is_not_pure_is_reported() {
+        let cases = [
+            ("use tokio::sync::Notify;", vec!["imports tokio", "names tokio"]),
+            ("use std::time::{Duration, Instant};", vec!["names Instant"]),
+            ("let now = std::time::SystemTime::now();", vec!["names SystemTime"]),
+            ("    getrandom::fill(&mut bytes);", vec!["names getrandom"]),
+            ("use std::{fs, str};", vec!["names fs"]),
+            ("use crate::engine::Engine;", vec!["imports crate::engine, which is not pure"]),
+            ("fn f(store: &dyn crate::store::Store) {}", vec!["imports crate::store, which is not pure"]),
+            ("pub use jiff::Timestamp;", vec!["imports jiff"]),
+        ];
+        for (source, expected) in cases {
+            assert_eq!(impurities(source), expected, "{source}");
+        }
+    }
+
+    #[test]
+    fn unfinished_work_is_reported_with_its_line() {
+        for mark in UNFINISHED {
+            assert_eq!(unfinished(&format!("fn f() {{\n    {mark}\n}}")), [format!("2: {mark}")]);
+        }
+    }
+
+    #[test]
+    fn a_long_architecture_is_reported() {
+        assert_eq!(too_long(&"line\n".repeat(250)), None);
+        assert!(too_long(&"line\n".repeat(251)).is_some());
+    }
+
+    #[test]
+    fn a_published_crate_has_its_fields() {
+        let package = |name: &str, readme: Option<&str>, publish: Value| {
+            json!({"id": name, "name": name, "readme": readme, "description": "d", "license": "MIT",
+                   "repository": "https://example.com", "publish": publish})
+        };
+        let packages = [
+            package("good", Some("README.md"), json!(null)),
+            package("bare", None, json!(null)),
+            package("tool", None, json!([])),
+            package("not ours", None, json!(null)),
+        ];
+        let metadata = json!({"packages": packages, "workspace_members": ["good", "bare", "tool"]});
+        assert_eq!(undescribed(&metadata), ["\"bare\" has no readme in its Cargo.toml"]);
+    }
+}
