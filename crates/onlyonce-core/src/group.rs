@@ -158,3 +158,303 @@ impl Reply {
         StoreError::new(StoreErrorKind::Ambiguous, format!("the store mixed up its replies: {self:?}"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use tokio::sync::Semaphore;
+    use tokio::task::JoinHandle;
+    use tokio::time::sleep;
+
+    use super::*;
+    use crate::machine::{self, Lapse, Policy};
+    use crate::record::Fingerprint;
+    use crate::{Key, MemoryStore, Store};
+
+    /// Writes to memory; each batch waits for a permit, as for a commit.
+    #[derive(Clone)]
+    struct Slow {
+        store: MemoryStore,
+        commits: Arc<Semaphore>,
+        batches: Arc<Mutex<Vec<Vec<Call>>>>,
+    }
+
+    impl Slow {
+        fn new() -> Self {
+            Self { store: MemoryStore::new(), commits: Arc::new(Semaphore::new(0)), batches: Arc::default() }
+        }
+
+        /// Lets everything that can happen without a commit happen.
+        async fn settle(&self) {
+            sleep(Duration::from_millis(1)).await;
+        }
+
+        async fn commit(&self, batches: usize) {
+            self.commits.add_permits(batches);
+            self.settle().await;
+        }
+
+        fn batch_sizes(&self) -> Vec<usize> {
+            self.batches.lock().expect("no panic while locked").iter().map(Vec::len).collect()
+        }
+
+        async fn holds(&self, key: &str) -> bool {
+            self.store.read(operation(key).id()).await.expect("memory answers").is_some()
+        }
+    }
+
+    impl Writer for Slow {
+        async fn write(&mut self, calls: &[Call]) -> Vec<Result<Reply, StoreError>> {
+            self.batches.lock().expect("no panic while locked").push(calls.to_vec());
+            self.commits.acquire().await.expect("never closed").forget();
+            let mut results = Vec::new();
+            for call in calls.iter().cloned() {
+                results.push(match call {
+                    Call::Insert(operation, write) => {
+                        self.store.insert(&operation, write).await.map(Reply::Inserted)
+                    }
+                    Call::Replace(id, expected, write) => {
+                        self.store.replace(id, expected, write).await.map(Reply::Replaced)
+                    }
+                    Call::Remove(id, expected) => self.store.remove(id, expected).await.map(Reply::Removed),
+                });
+            }
+            results
+        }
+    }
+
+    fn operation(key: &str) -> Operation {
+        Operation::new("default", "POST /payments", "ann", Key::new(key).expect("a good key"))
+    }
+
+    fn write(revision: u128) -> Write {
+        let policy = Policy {
+            lease: Duration::from_secs(75),
+            retention: Duration::from_secs(86_400),
+            on_lapse: Lapse::Rerun,
+        };
+        machine::grant(Fingerprint { target: [0; 32], body: [0; 32] }, Revision(revision), &policy)
+    }
+
+    fn insert(key: &str, revision: u128) -> Call {
+        Call::Insert(operation(key), write(revision))
+    }
+
+    type Caller = JoinHandle<Result<Reply, StoreError>>;
+
+    fn spawn(group: &Group, call: Call) -> Caller {
+        let group = group.clone();
+        tokio::spawn(async move { group.call(call).await })
+    }
+
+    async fn leave(caller: Caller) {
+        caller.abort();
+        assert!(caller.await.expect_err("aborted").is_cancelled());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_gather_while_a_commit_is_under_way() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        let first = spawn(&group, insert("first", 1));
+        slow.settle().await;
+        assert_eq!(slow.batch_sizes(), [1], "nothing waits for a batch to fill");
+        let rest: Vec<_> = (0..10).map(|i| spawn(&group, insert(&format!("key-{i}"), i))).collect();
+        slow.settle().await;
+        assert_eq!(slow.batch_sizes(), [1]);
+        slow.commit(4).await;
+        assert_eq!(slow.batch_sizes(), [1, 4, 4, 2]);
+        for caller in [first].into_iter().chain(rest) {
+            let reply = caller.await.expect("no panic").expect("written");
+            assert!(matches!(reply, Reply::Inserted(Inserted::New(_))));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_on_one_key_keep_their_order_and_keys_are_sorted() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 100);
+        let mut callers = vec![spawn(&group, insert("first", 1))];
+        slow.settle().await;
+        let id = |key| operation(key).id();
+        for key in ["a", "b", "c", "d"] {
+            for call in [
+                insert(key, 1),
+                Call::Replace(id(key), Revision(1), write(2)),
+                Call::Remove(id(key), Revision(2)),
+                insert(key, 3),
+            ] {
+                callers.push(spawn(&group, call));
+                slow.settle().await;
+            }
+        }
+        slow.commit(2).await;
+        for caller in callers {
+            let reply = caller.await.expect("no panic").expect("written");
+            let applied = matches!(
+                reply,
+                Reply::Inserted(Inserted::New(_))
+                    | Reply::Replaced(Replaced::Written(_))
+                    | Reply::Removed(true)
+            );
+            assert!(applied, "{reply:?}: every call finds what the one before it left");
+        }
+        let batches = slow.batches.lock().expect("no panic while locked").clone();
+        assert_eq!(batches[1].len(), 16);
+        assert!(batches[1].is_sorted_by_key(Call::id), "two writers lock rows in one order");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_insert_abandoned_before_its_batch_is_not_applied() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        let kept = spawn(&group, insert("kept", 1));
+        slow.settle().await;
+        let abandoned = spawn(&group, insert("abandoned", 1));
+        slow.settle().await;
+        leave(abandoned).await;
+        slow.commit(2).await;
+        assert!(kept.await.expect("no panic").is_ok());
+        assert!(!slow.holds("abandoned").await);
+        assert_eq!(slow.batch_sizes(), [1], "nothing is left to write");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_insert_abandoned_in_its_commit_is_removed() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        let abandoned = spawn(&group, insert("abandoned", 1));
+        slow.settle().await;
+        leave(abandoned).await;
+        slow.commit(1).await;
+        assert!(slow.holds("abandoned").await, "the commit was under way");
+        slow.commit(1).await;
+        assert!(!slow.holds("abandoned").await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_abandoned_copy_does_not_remove_the_holders_key() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        let holder = spawn(&group, insert("key", 1));
+        slow.commit(1).await;
+        assert!(holder.await.expect("no panic").is_ok());
+        let copy = spawn(&group, insert("key", 2));
+        slow.settle().await;
+        leave(copy).await;
+        slow.commit(2).await;
+        assert!(slow.holds("key").await);
+        assert_eq!(slow.batch_sizes(), [1, 1]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_work_is_written_though_its_caller_left() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        for key in ["done", "released"] {
+            let holder = spawn(&group, insert(key, 1));
+            slow.commit(1).await;
+            assert!(holder.await.expect("no panic").is_ok());
+        }
+        let busy = spawn(&group, insert("busy", 1));
+        slow.settle().await;
+        let done = spawn(&group, Call::Replace(operation("done").id(), Revision(1), write(2)));
+        let released = spawn(&group, Call::Remove(operation("released").id(), Revision(1)));
+        slow.settle().await;
+        leave(done).await;
+        leave(released).await;
+        slow.commit(2).await;
+        assert!(busy.await.expect("no panic").is_ok());
+        let seen = slow.store.read(operation("done").id()).await.expect("memory answers");
+        assert_eq!(seen.expect("stored").record.revision, Revision(2));
+        assert!(!slow.holds("released").await);
+    }
+
+    type Results = Vec<Result<Reply, StoreError>>;
+
+    /// Answers as told, one batch after the other.
+    struct Failing(Vec<fn(usize) -> Results>);
+
+    impl Writer for Failing {
+        async fn write(&mut self, calls: &[Call]) -> Results {
+            sleep(Duration::from_millis(10)).await;
+            self.0.remove(0)(calls.len())
+        }
+    }
+
+    /// The kinds of failure that three calls in one batch, after a first one alone, see.
+    async fn failures(writer: Failing) -> (Group, Vec<StoreErrorKind>) {
+        let group = Group::start(writer, 8);
+        let first = spawn(&group, insert("first", 1));
+        sleep(Duration::from_millis(1)).await;
+        let callers: Vec<_> = (0..3).map(|i| spawn(&group, insert(&format!("key-{i}"), 1))).collect();
+        first.await.expect("no panic").expect("written");
+        let mut kinds = Vec::new();
+        for caller in callers {
+            kinds.push(caller.await.expect("no panic").expect_err("failed").kind());
+        }
+        (group, kinds)
+    }
+
+    fn fine(calls: usize) -> Results {
+        (0..calls).map(|_| Ok(Reply::Removed(false))).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_commit_reaches_every_caller() {
+        let failed = |calls| {
+            (0..calls)
+                .map(|_| Err(StoreError::new(StoreErrorKind::Ambiguous, "the connection was cut")))
+                .collect()
+        };
+        let (group, kinds) = failures(Failing(vec![fine, failed, fine])).await;
+        assert_eq!(kinds, [StoreErrorKind::Ambiguous; 3]);
+        group.call(insert("later", 1)).await.expect("the writer goes on");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_fails_by_itself_does_not_take_the_others_with_it() {
+        let one_failed = |calls: usize| {
+            let mut results = fine(calls - 1);
+            results.push(Err(StoreError::new(StoreErrorKind::Unreadable, "a damaged row")));
+            results
+        };
+        let group = Group::start(Failing(vec![fine, one_failed]), 8);
+        let first = spawn(&group, insert("first", 1));
+        sleep(Duration::from_millis(1)).await;
+        let callers: Vec<_> = (0..3).map(|i| spawn(&group, insert(&format!("key-{i}"), 1))).collect();
+        first.await.expect("no panic").expect("written");
+        let mut failed = 0;
+        for caller in callers {
+            failed += usize::from(caller.await.expect("no panic").is_err());
+        }
+        assert_eq!(failed, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_writer_that_loses_count_leaves_its_callers_in_doubt_and_goes_on() {
+        let (group, kinds) = failures(Failing(vec![fine, |calls| fine(calls - 1), fine])).await;
+        assert_eq!(kinds, [StoreErrorKind::Ambiguous; 3]);
+        group.call(insert("later", 1)).await.expect("the writer goes on");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_writer_that_panics_leaves_its_callers_in_doubt_and_later_ones_refused() {
+        let (group, kinds) = failures(Failing(vec![fine, |_| panic!("a bug in a driver")])).await;
+        assert_eq!(kinds, [StoreErrorKind::Ambiguous; 3]);
+        let later = group.call(insert("later", 1)).await.expect_err("closed");
+        assert_eq!(later.kind(), StoreErrorKind::Unavailable);
+    }
+
+    #[test]
+    fn a_reply_of_the_wrong_kind_is_in_doubt() {
+        let removed = || Reply::Removed(true);
+        assert!(removed().inserted().expect_err("mixed up").may_have_applied());
+        assert!(removed().replaced().expect_err("mixed up").may_have_applied());
+        assert!(removed().removed().expect("as asked"));
+        let lost = Reply::Replaced(Replaced::Lost(None));
+        assert!(lost.removed().expect_err("mixed up").may_have_applied());
+    }
+}
