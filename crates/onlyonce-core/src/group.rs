@@ -5,6 +5,7 @@
 
 use std::future::Future;
 
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tracing::error;
 
@@ -49,7 +50,29 @@ pub struct Group {
 
 struct Job {
     call: Call,
-    reply: oneshot::Sender<Result<Reply, StoreError>>,
+    reply: oneshot::Sender<Answer>,
+}
+
+struct Answer {
+    result: Result<Reply, StoreError>,
+    orphan: Orphan,
+}
+
+/// A key that was claimed for a caller who may never learn of it. Dropped with the answer unread, it
+/// releases the key, which would otherwise stay held by nobody until its lease ends.
+struct Orphan {
+    release: Option<Call>,
+    jobs: mpsc::WeakSender<Job>,
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let Some(call) = self.release.take() else { return };
+        if let (Some(jobs), Ok(runtime)) = (self.jobs.upgrade(), Handle::try_current()) {
+            let (reply, _) = oneshot::channel();
+            runtime.spawn(async move { jobs.send(Job { call, reply }).await });
+        }
+    }
 }
 
 impl Group {
@@ -57,7 +80,7 @@ impl Group {
     /// again may wait for the next.
     pub fn start(writer: impl Writer, calls_max: usize) -> Self {
         let (jobs, queue) = mpsc::channel(calls_max);
-        tokio::spawn(run(writer, queue, calls_max));
+        tokio::spawn(run(writer, queue, jobs.downgrade(), calls_max));
         Self { jobs }
     }
 
@@ -69,13 +92,20 @@ impl Group {
         let (reply, answer) = oneshot::channel();
         let closed = || StoreError::new(StoreErrorKind::Unavailable, "the store is closed");
         self.jobs.send(Job { call, reply }).await.map_err(|_| closed())?;
-        answer.await.unwrap_or_else(|_| {
-            Err(StoreError::new(StoreErrorKind::Ambiguous, "the store was closed during the call"))
-        })
+        let Answer { result, mut orphan } = answer.await.map_err(|_| {
+            StoreError::new(StoreErrorKind::Ambiguous, "the store was closed during the call")
+        })?;
+        orphan.release = None;
+        result
     }
 }
 
-async fn run(mut writer: impl Writer, mut queue: mpsc::Receiver<Job>, calls_max: usize) {
+async fn run(
+    mut writer: impl Writer,
+    mut queue: mpsc::Receiver<Job>,
+    sender: mpsc::WeakSender<Job>,
+    calls_max: usize,
+) {
     let mut jobs = Vec::new();
     while queue.recv_many(&mut jobs, calls_max).await > 0 {
         // Nobody waits for these any more. A claim must not be made for a caller that has left; the
@@ -94,14 +124,18 @@ async fn run(mut writer: impl Writer, mut queue: mpsc::Receiver<Job>, calls_max:
         }
         let mut orphans = Vec::new();
         for ((call, reply), result) in calls.into_iter().zip(replies).zip(results) {
-            let undelivered = reply.send(result).err();
-            if let (Call::Insert(operation, write), Some(Ok(Reply::Inserted(Inserted::New(_))))) =
-                (call, undelivered)
-            {
-                orphans.push(Call::Remove(operation.id(), write.revision));
+            let release = match (call, &result) {
+                (Call::Insert(operation, write), Ok(Reply::Inserted(Inserted::New(_)))) => {
+                    Some(Call::Remove(operation.id(), write.revision))
+                }
+                _ => None,
+            };
+            let orphan = Orphan { release, jobs: sender.clone() };
+            if let Err(mut undelivered) = reply.send(Answer { result, orphan }) {
+                orphans.extend(undelivered.orphan.release.take());
             }
         }
-        // Keys that were claimed for callers who left meanwhile would stay held by nobody.
+        // At once, because the queue may be closed by now.
         if !orphans.is_empty() {
             writer.write(&orphans).await;
         }
@@ -161,7 +195,10 @@ impl Reply {
 
 #[cfg(test)]
 mod tests {
+    use std::future::Future;
+    use std::pin::pin;
     use std::sync::{Arc, Mutex};
+    use std::task::{Context, Waker};
     use std::time::Duration;
 
     use tokio::sync::Semaphore;
@@ -370,6 +407,45 @@ mod tests {
         let seen = slow.store.read(operation("done").id()).await.expect("memory answers");
         assert_eq!(seen.expect("stored").record.revision, Revision(2));
         assert!(!slow.holds("released").await);
+    }
+
+    /// Drops a caller after each number of polls, with the group at each stage in between.
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_dropped_at_any_await_leaves_no_key_behind() {
+        let mut finished = 0;
+        for polls in 0..=4 {
+            for queue_full in [false, true] {
+                let slow = Slow::new();
+                let group = Group::start(slow.clone(), 1);
+                // One commit is under way and, if asked, as many calls wait as the queue takes.
+                let mut others = vec![spawn(&group, insert("other-0", 1))];
+                slow.settle().await;
+                if queue_full {
+                    others.push(spawn(&group, insert("other-1", 1)));
+                    slow.settle().await;
+                }
+                let answered = {
+                    let mut call = pin!(group.call(insert("dropped", 1)));
+                    let mut answered = false;
+                    for _ in 0..polls {
+                        let mut context = Context::from_waker(Waker::noop());
+                        if call.as_mut().poll(&mut context).is_ready() {
+                            answered = true;
+                            break;
+                        }
+                        slow.commit(1).await;
+                    }
+                    answered
+                };
+                slow.commit(10).await;
+                for other in others {
+                    assert!(other.await.expect("no panic").is_ok(), "the others are served");
+                }
+                assert_eq!(slow.holds("dropped").await, answered, "{polls} polls, full: {queue_full}");
+                finished += usize::from(answered);
+            }
+        }
+        assert!(finished > 0, "the last polls see the answer");
     }
 
     type Results = Vec<Result<Reply, StoreError>>;
