@@ -1,0 +1,269 @@
+//! `onlyonce doctor`: is everything as it should be?
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use onlyonce_core::store::{Filter, Inserted};
+use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, Revision, machine};
+use serde_json::json;
+
+use crate::admin;
+use crate::cli::{FAILED, Failure, StoreArgs};
+use crate::config::{self, FileConfig};
+use crate::connect::Connector;
+use crate::keys::{Pages, State};
+use crate::store::{OpenStore, StoreUrl};
+use crate::upstream::Upstream;
+
+/// Above this many records they are not counted by state: that reads every one of them.
+const COUNTED_RECORDS_MAX: u64 = 10_000;
+
+/// A durable write that takes longer than this holds every guarded request up.
+const SLOW_WRITE: Duration = Duration::from_millis(250);
+
+/// What `onlyonce doctor` is told.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "\
+Examples:
+  onlyonce doctor --config onlyonce.toml
+  onlyonce doctor --store sqlite:/var/lib/onlyonce/keys.db --upstream http://127.0.0.1:3000 --json
+
+Every line is ok, warn or fail. Exit code 1 if one of them is fail. It writes one record to the store and
+removes it again, to see that it can.")]
+pub struct DoctorArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArgs,
+    /// The API to reach, unless the file says it
+    #[arg(long, env = "ONLYONCE_UPSTREAM", hide_env_values = true, value_name = "URL")]
+    upstream: Option<String>,
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// How one check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    Ok,
+    Warn,
+    Fail,
+}
+
+impl Level {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}
+
+struct Report(Vec<(&'static str, Level, String)>);
+
+impl Report {
+    fn line(&mut self, check: &'static str, level: Level, detail: impl Into<String>) {
+        self.0.push((check, level, detail.into()));
+    }
+}
+
+/// Checks everything, and prints a line for each check.
+///
+/// # Errors
+/// With exit code 1 if a check failed.
+pub async fn run(args: &DoctorArgs, out: &mut impl Write) -> Result<(), Failure> {
+    let report = examine(args).await;
+    if args.json {
+        let lines: Vec<_> = report
+            .0
+            .iter()
+            .map(|(check, level, detail)| json!({ "check": check, "result": level.as_str(), "detail": detail }))
+            .collect();
+        serde_json::to_writer_pretty(&mut *out, &lines).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        for (check, level, detail) in &report.0 {
+            writeln!(out, "{:<4}  {check:<9}  {detail}", level.as_str())?;
+        }
+    }
+    match report.0.iter().any(|(_, level, _)| *level == Level::Fail) {
+        true => Err(Failure { code: FAILED, message: None }),
+        false => Ok(()),
+    }
+}
+
+async fn examine(args: &DoctorArgs) -> Report {
+    let mut report = Report(Vec::new());
+    let now = jiff::Timestamp::now();
+    report.line("clock", Level::Ok, format!("this machine's clock says {now:.0}"));
+    let (url, file) = match config::load_store(&args.store) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            report.line("config", Level::Fail, error.to_string());
+            return report;
+        }
+    };
+    let config = match &args.store.config {
+        Some(path) => format!("{} is valid", path.display()),
+        None => "no --config file; flags, environment and defaults count".to_owned(),
+    };
+    report.line("config", Level::Ok, config);
+    store(&mut report, &url, args.store.allow_volatile || file.allow_volatile()).await;
+    upstream(&mut report, args.upstream.as_deref(), &file).await;
+    report
+}
+
+async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
+    let options = url.options(allow_volatile);
+    match (options.volatile(), allow_volatile) {
+        (Some(reason), true) => {
+            report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"))
+        }
+        (Some(reason), false) => {
+            return report.line(
+                "durable",
+                Level::Fail,
+                format!("volatile: {reason}; use a file with synchronous=full"),
+            );
+        }
+        (None, _) => report.line("durable", Level::Ok, "every acknowledged write is on disk"),
+    }
+    match onlyonce_sqlite::schema_version(&options).await {
+        Ok(Some(version)) if version == onlyonce_sqlite::SCHEMA_VERSION => {
+            report.line("schema", Level::Ok, format!("version {version}, as this build wants it"));
+        }
+        Ok(Some(version)) if version < onlyonce_sqlite::SCHEMA_VERSION => {
+            let wanted = onlyonce_sqlite::SCHEMA_VERSION;
+            return report.line(
+                "schema",
+                Level::Warn,
+                format!("version {version}; `onlyonce migrate` or the next start takes it to {wanted}"),
+            );
+        }
+        Ok(Some(version)) => {
+            let known = onlyonce_sqlite::SCHEMA_VERSION;
+            let detail = format!("version {version} is newer than this build, which knows up to {known}");
+            return report.line("schema", Level::Fail, detail);
+        }
+        Ok(None) => {
+            let detail =
+                format!("there is nothing at {url} yet; `onlyonce proxy` or `onlyonce migrate` creates it");
+            return report.line("schema", Level::Warn, detail);
+        }
+        Err(error) => return report.line("store", Level::Fail, error.to_string()),
+    }
+    match OpenStore::open_existing(url, allow_volatile).await {
+        Ok(store) => {
+            if let Err(error) = look_into(report, url, &store).await {
+                report.line("store", Level::Fail, error.to_string());
+            }
+            if let Err(error) = store.close().await {
+                report.line("store", Level::Warn, format!("did not close tidily: {error}"));
+            }
+        }
+        Err(error) => report.line("store", Level::Fail, error.to_string()),
+    }
+}
+
+async fn look_into(
+    report: &mut Report,
+    url: &StoreUrl,
+    store: &OpenStore,
+) -> Result<(), onlyonce_core::StoreError> {
+    let facts = store.sqlite().facts().await?;
+    report.line(
+        "store",
+        Level::Ok,
+        format!(
+            "{url}, SQLite {}, journal_mode {}, synchronous {}",
+            facts.sqlite_version, facts.journal_mode, facts.synchronous
+        ),
+    );
+    match write_once(store).await? {
+        took if took > SLOW_WRITE => report.line(
+            "write",
+            Level::Warn,
+            format!("a durable write took {} ms; every guarded request pays two", took.as_millis()),
+        ),
+        took => report.line(
+            "write",
+            Level::Ok,
+            format!("a durable write took {:.1} ms", took.as_secs_f64() * 1e3),
+        ),
+    }
+    if facts.records > COUNTED_RECORDS_MAX {
+        report.line("keys", Level::Ok, format!("{} records, expired ones included", facts.records));
+        return Ok(());
+    }
+    let (mut running, mut lapsed, mut done) = (0_u64, 0_u64, 0_u64);
+    let mut pages = Pages::new(store.inspect(), Filter::default());
+    while let Some(page) = pages.next().await? {
+        for entry in &page {
+            match State::of(&entry.record, entry.now) {
+                State::Running => running += 1,
+                State::Lapsed => lapsed += 1,
+                State::Done => done += 1,
+                State::Expired => {}
+            }
+        }
+    }
+    let expired = facts.records.saturating_sub(running + lapsed + done);
+    let counts =
+        format!("{running} running, {lapsed} lapsed, {done} done, {expired} expired and not yet swept");
+    report.line("keys", if lapsed == 0 { Level::Ok } else { Level::Warn }, counts);
+    Ok(())
+}
+
+/// Claims a key that no request can have, and gives it back.
+async fn write_once(store: &OpenStore) -> Result<Duration, onlyonce_core::StoreError> {
+    let revision = Revision(keys_revision());
+    // An endpoint of a request starts with its method and a space.
+    let key = Key::new(format!("{:032x}", revision.0)).expect("hexadecimal digits are a key");
+    let operation = Operation::new("onlyonce", "doctor", "", key);
+    let minute = Duration::from_secs(60);
+    let policy = Policy { lease: minute, retention: minute, on_lapse: Lapse::Rerun };
+    let write = machine::grant(Fingerprint { target: [0; 32], body: [0; 32] }, revision, &policy);
+    let handle = store.store();
+    let started = Instant::now();
+    let inserted = handle.insert(&operation, write).await?;
+    let took = started.elapsed();
+    if let Inserted::New(_) = inserted {
+        handle.remove(operation.id(), revision).await?;
+    }
+    Ok(took)
+}
+
+fn keys_revision() -> u128 {
+    crate::keys::fresh_revision().0
+}
+
+async fn upstream(report: &mut Report, flag: Option<&str>, file: &FileConfig) {
+    let upstream = match flag.map(Upstream::parse).transpose() {
+        Ok(flag) => flag.or_else(|| file.upstream().cloned()),
+        Err(error) => return report.line("upstream", Level::Fail, error.to_string()),
+    };
+    let Some(upstream) = upstream else {
+        return report.line(
+            "upstream",
+            Level::Warn,
+            "not set, so not checked; give --upstream URL or --config FILE",
+        );
+    };
+    if upstream.is_https()
+        && let Err(error) = Connector::new(true)
+    {
+        return report.line(
+            "upstream",
+            Level::Fail,
+            format!("no certificates to check {upstream} with: {error}"),
+        );
+    }
+    match admin::reach(&upstream.address()).await {
+        Ok(()) => report.line("upstream", Level::Ok, format!("{upstream} takes connections")),
+        Err(reason) => report.line("upstream", Level::Fail, reason),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,497 @@
+//! `onlyonce keys`: what a store remembers, and an operator's decisions about it.
+//!
+//! All of it works while proxies run. A decision names the revision that the operator saw, so it never
+//! overwrites what a proxy wrote in between: it then fails, and the operator looks again.
+
+mod view;
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use clap::{Args, Subcommand, ValueEnum};
+use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use onlyonce_core::machine::{self, Finish};
+use onlyonce_core::outcome::Response;
+use onlyonce_core::record::{Record, State as Stored};
+use onlyonce_core::store::{Cursor, Entry, Filter, Replaced};
+use onlyonce_core::{Id, Inspect, Key, Lapse, Policy, Recorded, Revision, StoreError, Timestamp, Verdict};
+
+use crate::cli::{Failure, StoreArgs, duration};
+use crate::config;
+use crate::proxy::SWEEP_ROWS_MAX;
+use crate::store::OpenStore;
+
+/// How many records are read at a time: each comes with its whole outcome.
+const PAGE_ROWS: u32 = 64;
+
+/// How many keys a table has unless it is told otherwise.
+const TABLE_ROWS_DEFAULT: u64 = 100;
+
+/// What can be done with keys.
+#[derive(Subcommand, Clone, Debug)]
+pub enum KeysCommand {
+    /// List keys, the oldest first
+    #[command(after_help = "\
+Examples:
+  onlyonce keys list
+  onlyonce keys list --state lapsed
+  onlyonce keys list --endpoint 'POST /payments' --limit 0
+  onlyonce keys list --json | jq 'group_by(.state)'
+
+States: running (someone is doing the work), lapsed (its holder went silent), done (its outcome is recorded).")]
+    List(ListArgs),
+    /// Show everything known about a key, for every caller and endpoint that used it
+    #[command(after_help = "\
+Examples:
+  onlyonce keys show order-4711
+  onlyonce keys show order-4711 --caller ann --json
+
+Exit code 1 if there is no such key.")]
+    Show(KeyArgs),
+    /// Forget a key: the next request with it runs the work
+    #[command(after_help = "\
+Examples:
+  onlyonce keys release order-4711
+  onlyonce keys release order-4711 --endpoint 'POST /payments' --caller ann
+
+Release a key only if the work did not happen, or may happen again. Exit code 1 if there is no such key, 2
+if several match or its work may be running (then --force).")]
+    Release(ReleaseArgs),
+    /// Record an outcome for a key: every retry is given it
+    #[command(after_help = "\
+Examples:
+  onlyonce keys complete order-4711 --status 201 --body '{\"id\": 7}' --header 'content-type: application/json'
+  onlyonce keys complete order-4711 --status 200 --body @answer.json
+
+For work that is known to have happened although its answer was lost. Exit code 1 if there is no such key, 2
+if several match, its work may be running, or it has an outcome already (then --force).")]
+    Complete(CompleteArgs),
+    /// Remove expired keys now; the proxy does it by itself every minute
+    #[command(after_help = "\
+Examples:
+  onlyonce keys purge --store sqlite:/var/lib/onlyonce/keys.db
+
+Keys that have not expired stay.")]
+    Purge(PurgeArgs),
+}
+
+impl KeysCommand {
+    pub(crate) fn store_args(&mut self) -> &mut StoreArgs {
+        match self {
+            Self::List(args) => &mut args.store,
+            Self::Show(args) => &mut args.store,
+            Self::Release(args) => &mut args.key.store,
+            Self::Complete(args) => &mut args.key.store,
+            Self::Purge(args) => &mut args.store,
+        }
+    }
+}
+
+/// Which keys are meant.
+#[derive(Args, Clone, Debug, Default)]
+pub struct FilterArgs {
+    /// Only the key with this id: 64 hexadecimal digits, as `keys show` prints them
+    #[arg(long, value_name = "ID")]
+    id: Option<Id>,
+    /// Only in this namespace
+    #[arg(long, value_name = "NAME")]
+    namespace: Option<String>,
+    /// Only at this endpoint, such as 'POST /payments'
+    #[arg(long, value_name = "ENDPOINT")]
+    endpoint: Option<String>,
+    /// Only from this caller; '' is the anonymous one
+    #[arg(long, value_name = "CALLER")]
+    caller: Option<String>,
+}
+
+impl FilterArgs {
+    fn filter(&self, key: Option<&str>) -> Filter {
+        Filter {
+            id: self.id,
+            namespace: self.namespace.clone(),
+            endpoint: self.endpoint.clone(),
+            caller: self.caller.clone(),
+            key: key.map(str::to_owned),
+        }
+    }
+}
+
+/// What `keys list` is told.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ListArgs {
+    #[command(flatten)]
+    filter: FilterArgs,
+    /// Only keys in this state
+    #[arg(long, value_enum)]
+    state: Option<StateArg>,
+    /// At most so many; 0 is all of them [default: 100, and all with --json]
+    #[arg(long, value_name = "N")]
+    limit: Option<u64>,
+    /// Print a JSON array, for programs
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Which key is meant.
+#[derive(Args, Clone, Debug, Default)]
+pub struct KeyArgs {
+    /// The client's Idempotency-Key, with or without its quotes
+    key: String,
+    #[command(flatten)]
+    filter: FilterArgs,
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// What `keys release` is told.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ReleaseArgs {
+    #[command(flatten)]
+    key: KeyArgs,
+    /// Release it although its work may be running: it can then happen twice
+    #[arg(long)]
+    force: bool,
+}
+
+/// What `keys complete` is told.
+#[derive(Args, Clone, Debug)]
+pub struct CompleteArgs {
+    #[command(flatten)]
+    key: KeyArgs,
+    /// The status that retries get
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u16).range(200..600))]
+    status: u16,
+    /// The body that retries get; @FILE takes a file's bytes, @- standard input [default: empty]
+    #[arg(long, value_name = "TEXT or @FILE")]
+    body: Option<String>,
+    /// A header line that retries get, such as 'content-type: application/json'; may be repeated
+    #[arg(long, value_name = "NAME: VALUE", value_parser = header)]
+    header: Vec<(HeaderName, HeaderValue)>,
+    /// How long the outcome is remembered [default: as the --config file says, or 24h]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    retention: Option<Duration>,
+    /// Complete it although its work may be running or it has an outcome already
+    #[arg(long)]
+    force: bool,
+}
+
+/// What `keys purge` is told.
+#[derive(Args, Clone, Debug, Default)]
+pub struct PurgeArgs {
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// A state to ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StateArg {
+    /// Someone is doing the work
+    Running,
+    /// Its holder went silent
+    Lapsed,
+    /// Its outcome is recorded
+    Done,
+}
+
+/// Where a key stands, as people see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Running,
+    Lapsed,
+    Done,
+    /// It counts as never seen; only its row is still there.
+    Expired,
+}
+
+impl State {
+    /// The same boundaries as [`machine::claim`]: at its end a lease is over, and at its end a key is
+    /// forgotten.
+    pub(crate) fn of(record: &Record, now: Timestamp) -> Self {
+        match record.state {
+            _ if record.expires_at <= now => Self::Expired,
+            Stored::Running { lease_until } if now < lease_until => Self::Running,
+            Stored::Running { .. } => Self::Lapsed,
+            Stored::Done { .. } => Self::Done,
+        }
+    }
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Lapsed => "lapsed",
+            Self::Done => "done",
+            Self::Expired => "expired",
+        }
+    }
+
+    fn is(self, asked: StateArg) -> bool {
+        matches!(
+            (self, asked),
+            (Self::Running, StateArg::Running)
+                | (Self::Lapsed, StateArg::Lapsed)
+                | (Self::Done, StateArg::Done)
+        )
+    }
+}
+
+/// Carries out one command.
+///
+/// # Errors
+/// With the exit code that the command documents. Nothing was written then, unless it says so.
+pub async fn run(mut command: KeysCommand, out: &mut impl Write) -> Result<(), Failure> {
+    let (url, file) = config::load_store(command.store_args())?;
+    let allow_volatile = command.store_args().allow_volatile || file.allow_volatile();
+    let store = OpenStore::open_existing(&url, allow_volatile).await?;
+    let done = match command {
+        KeysCommand::List(args) => list(&args, &store, out).await,
+        KeysCommand::Show(args) => show(&args, &store, out).await,
+        KeysCommand::Release(args) => release(&args, &store, out).await,
+        KeysCommand::Complete(args) => complete(&args, &store, file.retention(), out).await,
+        KeysCommand::Purge(args) => purge(&args, &store, out).await,
+    };
+    // What was asked for is done or not; that the log was not tidied up changes nothing about it.
+    let _ = store.close().await;
+    done
+}
+
+async fn list(args: &ListArgs, store: &OpenStore, out: &mut impl Write) -> Result<(), Failure> {
+    let limit = match args.limit {
+        Some(0) => u64::MAX,
+        Some(limit) => limit,
+        None if args.json => u64::MAX,
+        None => TABLE_ROWS_DEFAULT,
+    };
+    let mut pages = Pages::new(store.inspect(), args.filter.filter(None));
+    let mut listing = view::Listing::new(args.json);
+    let mut left = limit;
+    while let Some(page) = pages.next().await? {
+        let wanted = |entry: &Entry| {
+            let state = State::of(&entry.record, entry.now);
+            state != State::Expired && args.state.is_none_or(|asked| state.is(asked))
+        };
+        let mut entries: Vec<Entry> = page.into_iter().filter(wanted).collect();
+        let more = u64::try_from(entries.len()).unwrap_or(u64::MAX) > left;
+        entries.truncate(usize::try_from(left).unwrap_or(usize::MAX));
+        left -= entries.len() as u64;
+        listing.page(&entries, out)?;
+        if more {
+            listing.end(out)?;
+            eprintln!("onlyonce: there are more than {limit}; --limit N shows more, --limit 0 all");
+            return Ok(());
+        }
+    }
+    listing.end(out)?;
+    Ok(())
+}
+
+async fn show(args: &KeyArgs, store: &OpenStore, out: &mut impl Write) -> Result<(), Failure> {
+    let entries = find(args, store).await?;
+    if args.json {
+        view::json(&entries, out)?;
+    } else {
+        view::details(&entries, out)?;
+    }
+    Ok(())
+}
+
+async fn release(args: &ReleaseArgs, store: &OpenStore, out: &mut impl Write) -> Result<(), Failure> {
+    let entry = find_one(&args.key, store).await?;
+    if State::of(&entry.record, entry.now) == State::Running && !args.force {
+        return Err(still_running(&entry, "release"));
+    }
+    if !store.store().remove(entry.operation.id(), entry.record.revision).await? {
+        return Err(changed_meanwhile());
+    }
+    if args.key.json {
+        view::json(&[entry], out)?;
+    } else {
+        writeln!(out, "released: the next request with this key runs the work")?;
+    }
+    Ok(())
+}
+
+async fn complete(
+    args: &CompleteArgs,
+    store: &OpenStore,
+    retention: Duration,
+    out: &mut impl Write,
+) -> Result<(), Failure> {
+    let entry = find_one(&args.key, store).await?;
+    match State::of(&entry.record, entry.now) {
+        State::Running if !args.force => return Err(still_running(&entry, "complete")),
+        State::Done if !args.force => {
+            return Err(Failure::usage(
+                "the key has an outcome already, which retries are given; --force replaces it",
+            ));
+        }
+        _ => {}
+    }
+    let retention = args.retention.unwrap_or(retention);
+    if retention.is_zero() || retention > onlyonce::settings::DURATION_MAX {
+        return Err(Failure::usage("--retention must be longer than zero and at most ten years (3660d)"));
+    }
+    let outcome = Recorded::Response(Response {
+        status: StatusCode::from_u16(args.status)
+            .map_err(|_| Failure::usage("--status must be from 200 to 599"))?,
+        headers: args.header.iter().cloned().collect::<HeaderMap>(),
+        body: body(args.body.as_deref())?,
+        trailers: HeaderMap::new(),
+    })
+    .encode();
+    // Only `retention` counts for a record that is done.
+    let policy = Policy { lease: Duration::ZERO, retention, on_lapse: Lapse::default() };
+    let verdict = Verdict::Keep(outcome);
+    let Finish::Complete(write) = machine::finish(&entry.record, verdict, fresh_revision(), &policy) else {
+        return Err(Failure::failed("an outcome to keep was not kept"));
+    };
+    let written = store.store().replace(entry.operation.id(), entry.record.revision, write.clone()).await?;
+    let Replaced::Written(at) = written else { return Err(changed_meanwhile()) };
+    if args.key.json {
+        let record = write.at(at);
+        view::json(&[Entry { record, now: at, ..entry }], out)?;
+    } else {
+        writeln!(out, "completed: every retry with this key is given status {}", args.status)?;
+    }
+    Ok(())
+}
+
+async fn purge(args: &PurgeArgs, store: &OpenStore, out: &mut impl Write) -> Result<(), Failure> {
+    let handle = store.store();
+    let mut removed = 0;
+    loop {
+        let rows = handle.sweep(SWEEP_ROWS_MAX).await?;
+        removed += rows;
+        if rows < u64::from(SWEEP_ROWS_MAX) {
+            break;
+        }
+    }
+    if args.json {
+        writeln!(out, "{}", serde_json::json!({ "removed": removed }))?;
+    } else {
+        writeln!(out, "removed {removed} expired {}", if removed == 1 { "key" } else { "keys" })?;
+    }
+    Ok(())
+}
+
+/// All that match; at least one.
+async fn find(args: &KeyArgs, store: &OpenStore) -> Result<Vec<Entry>, Failure> {
+    let key = key(&args.key)?;
+    let mut pages = Pages::new(store.inspect(), args.filter.filter(Some(key.as_str())));
+    let mut found = Vec::new();
+    while let Some(page) = pages.next().await? {
+        found.extend(page.into_iter().filter(|entry| State::of(&entry.record, entry.now) != State::Expired));
+    }
+    if found.is_empty() {
+        return Err(Failure::failed(format!("there is no such key: {key}")));
+    }
+    Ok(found)
+}
+
+/// The one that matches.
+async fn find_one(args: &KeyArgs, store: &OpenStore) -> Result<Entry, Failure> {
+    let mut found = find(args, store).await?;
+    if found.len() > 1 {
+        let mut message = format!(
+            "{} keys match; say which with --id, --namespace, --endpoint or --caller:\n",
+            found.len()
+        );
+        message.push_str(&view::candidates(&found));
+        return Err(Failure::usage(message));
+    }
+    found.pop().ok_or_else(|| Failure::failed("there is no such key"))
+}
+
+/// The key as an operator copies it: from a header with its quotes, or bare.
+fn key(text: &str) -> Result<Key, Failure> {
+    if text.starts_with('"')
+        && let Ok(key) = Key::from_field(text.as_bytes())
+    {
+        return Ok(key);
+    }
+    Key::new(text).map_err(|error| Failure::usage(error.to_string()))
+}
+
+fn still_running(entry: &Entry, verb: &str) -> Failure {
+    let left = match entry.record.state {
+        Stored::Running { lease_until } => lease_until.since(entry.now),
+        Stored::Done { .. } => Duration::ZERO,
+    };
+    Failure::usage(format!(
+        "the work may be running: its lease ends in {} s; wait, or {verb} it with --force",
+        left.as_secs().max(1)
+    ))
+}
+
+fn changed_meanwhile() -> Failure {
+    Failure::failed(
+        "the key changed in the meantime, so nothing was done; look at it again with `onlyonce keys show`",
+    )
+}
+
+fn body(text: Option<&str>) -> Result<Bytes, Failure> {
+    let Some(text) = text else { return Ok(Bytes::new()) };
+    let Some(path) = text.strip_prefix('@') else { return Ok(Bytes::copy_from_slice(text.as_bytes())) };
+    let read = if path == "-" {
+        let mut bytes = Vec::new();
+        std::io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes)
+    } else {
+        std::fs::read(path)
+    };
+    read.map(Bytes::from).map_err(|error| Failure::usage(format!("--body {text}: {error}")))
+}
+
+fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
+    let malformed = || "a header line is NAME: VALUE, such as 'content-type: application/json'".to_owned();
+    let (name, value) = text.split_once(':').ok_or_else(malformed)?;
+    let name: HeaderName = name.trim().parse().map_err(|_| malformed())?;
+    if [CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].contains(&name) {
+        return Err(format!("{name} belongs to each connection and is set by the proxy"));
+    }
+    Ok((name, value.trim().parse().map_err(|_| malformed())?))
+}
+
+pub(crate) fn fresh_revision() -> Revision {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).expect("the operating system has a source of randomness");
+    Revision(u128::from_be_bytes(bytes))
+}
+
+/// The records that match a filter, a page at a time, so that millions need no memory.
+pub(crate) struct Pages {
+    inspect: Arc<dyn Inspect>,
+    filter: Filter,
+    after: Option<Cursor>,
+    ended: bool,
+}
+
+impl Pages {
+    pub(crate) fn new(inspect: Arc<dyn Inspect>, filter: Filter) -> Self {
+        Self { inspect, filter, after: None, ended: false }
+    }
+
+    /// `None` after the last page.
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Entry>>, StoreError> {
+        if self.ended {
+            return Ok(None);
+        }
+        let page = self.inspect.list(&self.filter, self.after.as_ref(), PAGE_ROWS).await?;
+        self.ended = page.len() < PAGE_ROWS as usize;
+        self.after =
+            page.last().map(|entry| Cursor { created_at: entry.record.created_at, id: entry.operation.id() });
+        Ok(if page.is_empty() { None } else { Some(page) })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,249 @@
+//! The proxy as a whole: the store, the layer, the forwarding service, the listeners, and how they end.
+//!
+//! ```text
+//! client ──▶ server ──▶ onlyonce layer ──▶ forward ──▶ upstream
+//!                            │
+//!                         Metered ──▶ store ◀── sweeper, keys, doctor
+//! ```
+//!
+//! # How it ends
+//!
+//! 1. Told to stop, it takes no more connections, asks the open ones to end after what they are doing, and
+//!    is not ready.
+//! 2. After [`UNGUARDED_GRACE`] whatever is not guarded is cut off.
+//! 3. When all guarded work has ended, or after `shutdown_grace`, it leaves. Work that is still running
+//!    then is left Running: its lease ends, and the next attempt takes over.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use metrics::counter;
+use onlyonce::caller::Caller;
+use onlyonce::{Config, OnlyonceLayer};
+use onlyonce_core::Store;
+use onlyonce_sqlite::OpenErrorKind;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tower_layer::Layer;
+use tracing::{info, warn};
+
+use crate::admin::{self, Health};
+use crate::config::{self, ProxyConfig};
+use crate::forward::Forward;
+use crate::jwt::JwtCaller;
+use crate::metered::Metered;
+use crate::server::{self, Ending};
+use crate::store::OpenStore;
+use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS};
+
+/// How long what is not guarded may go on after a signal to stop, on the local clock.
+pub const UNGUARDED_GRACE: Duration = Duration::from_secs(10);
+
+/// How many expired records one call removes at most.
+pub const SWEEP_ROWS_MAX: u32 = 1_000;
+
+/// How long the store may take to tidy up at the end.
+const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// Starts a proxy on the current runtime.
+///
+/// # Errors
+/// Says in one line why it cannot start. An upstream that is away is no reason.
+pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
+    telemetry::metrics();
+    let caller = config::caller(&config.caller, |settings| {
+        Ok(Caller::Custom(Arc::new(JwtCaller::new(settings.clone())?)))
+    })
+    .map_err(|error| StartError::Refused(format!("caller: {error}")))?;
+    let ending = Ending::default();
+    let tunnels = TaskTracker::new();
+    let forward = Forward::new(config.upstream.clone(), config.host, ending.cut.clone(), tunnels.clone())
+        .map_err(|error| StartError::Failed(format!("the certificates for {}: {error}", config.upstream)))?;
+    let store = OpenStore::open(&config.store, config.allow_volatile, config.store_start_wait).await?;
+    let metered: Arc<dyn Store> = Arc::new(Metered::new(store.store()));
+    let layer_config = Config {
+        namespace: config.namespace,
+        caller,
+        record_grace: config.record_grace,
+        defaults: config.defaults,
+        routes: config.routes,
+    };
+    let layer = OnlyonceLayer::new(Arc::clone(&metered), layer_config)
+        .map_err(|error| StartError::Refused(error.to_string()))?;
+    let (listener, addr) = bind("listen", &config.listen).await?;
+    let (admin_listener, admin_addr) = bind("admin", &config.admin).await?;
+
+    let connections = TaskTracker::new();
+    let health = Health::new(Arc::clone(&metered), config.upstream.address(), ending.closing.clone());
+    let admin = tokio::spawn(admin::serve(admin_listener, health));
+    let sweeper = tokio::spawn(sweep(metered, config.sweep_every, ending.closing.clone()));
+    // Tracked like the connections it opens, so that none is opened after the last one was waited for.
+    connections.spawn(server::serve(listener, layer.layer(forward), connections.clone(), ending.clone()));
+    let ended = tokio::spawn({
+        let ending = ending.clone();
+        async move {
+            ending.closing.cancelled().await;
+            let stopped = wind_down(&ending, config.shutdown_grace, &connections, &tunnels, &layer).await;
+            let _ = sweeper.await;
+            admin.abort();
+            match timeout(CLOSE_TIME_MAX, store.close()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => warn!(%error, "the store did not close tidily; nothing is lost"),
+                Err(_) => warn!("the store took too long to close; nothing is lost"),
+            }
+            stopped
+        }
+    });
+    Ok(Running { addr, admin_addr, closing: ending.closing, ended })
+}
+
+async fn bind(name: &str, address: &str) -> Result<(TcpListener, SocketAddr), StartError> {
+    let bound = async {
+        let listener = TcpListener::bind(address).await?;
+        let addr = listener.local_addr()?;
+        Ok::<_, std::io::Error>((listener, addr))
+    };
+    bound.await.map_err(|error| {
+        StartError::Failed(format!(
+            "{name} = \"{address}\" cannot be listened on: {error}; choose another HOST:PORT"
+        ))
+    })
+}
+
+/// A proxy that is running. Dropping it does not stop it.
+pub struct Running {
+    addr: SocketAddr,
+    admin_addr: SocketAddr,
+    closing: CancellationToken,
+    ended: JoinHandle<Stopped>,
+}
+
+impl Running {
+    /// Where it listens; with the real port if port 0 was asked for.
+    #[must_use]
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Where its admin server listens.
+    #[must_use]
+    pub fn admin_addr(&self) -> SocketAddr {
+        self.admin_addr
+    }
+
+    /// Asks it to stop. Returns at once; more calls change nothing.
+    pub fn shutdown(&self) {
+        self.closing.cancel();
+    }
+
+    /// Waits until it has stopped, after [`shutdown`](Self::shutdown) was called.
+    pub async fn stopped(self) -> Stopped {
+        self.ended.await.unwrap_or(Stopped::LeftRunning)
+    }
+}
+
+/// How a proxy stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stopped {
+    /// Everything guarded had ended.
+    Drained,
+    /// Guarded work was still running when `shutdown_grace` was over; its keys stay held until their
+    /// leases end.
+    LeftRunning,
+}
+
+/// Why a proxy did not start, in one line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StartError {
+    /// The configuration must change first.
+    Refused(String),
+    /// The circumstances: a busy port, a store that is away.
+    Failed(String),
+}
+
+impl From<onlyonce_sqlite::OpenError> for StartError {
+    fn from(error: onlyonce_sqlite::OpenError) -> Self {
+        match error.kind() {
+            OpenErrorKind::Refused => Self::Refused(format!("store: {error}")),
+            OpenErrorKind::Failed => Self::Failed(format!("store: {error}")),
+        }
+    }
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Refused(reason) | Self::Failed(reason)) = self;
+        f.write_str(reason)
+    }
+}
+
+impl std::error::Error for StartError {}
+
+async fn wind_down(
+    ending: &Ending,
+    grace: Duration,
+    connections: &TaskTracker,
+    tunnels: &TaskTracker,
+    layer: &OnlyonceLayer,
+) -> Stopped {
+    info!(grace = ?grace, connections = connections.len(), "stopping: guarded work is finished first");
+    let drained = async {
+        connections.close();
+        tunnels.close();
+        // No connection, no new work: only then does an empty layer stay empty.
+        connections.wait().await;
+        tunnels.wait().await;
+        layer.drained().await;
+    };
+    tokio::pin!(drained);
+    let finished = timeout(grace, async {
+        if timeout(UNGUARDED_GRACE, &mut drained).await.is_err() {
+            info!("stopping: whatever is not guarded is cut off");
+            ending.cut.cancel();
+            drained.await;
+        }
+    });
+    let stopped = match finished.await {
+        Ok(()) => Stopped::Drained,
+        Err(_) => {
+            warn!(grace = ?grace, "guarded work is left running; its keys stay held until their leases end");
+            Stopped::LeftRunning
+        }
+    };
+    ending.cut.cancel();
+    ending.kill.cancel();
+    stopped
+}
+
+/// Removes expired records now and then. Claims do not depend on it.
+async fn sweep(store: Arc<dyn Store>, every: Duration, closing: CancellationToken) {
+    let sweeping = async {
+        loop {
+            sleep(every).await;
+            loop {
+                match store.sweep(SWEEP_ROWS_MAX).await {
+                    Ok(rows) => {
+                        counter!(SWEPT_ROWS).increment(rows);
+                        if rows < u64::from(SWEEP_ROWS_MAX) {
+                            break;
+                        }
+                    }
+                    Err(error) => {
+                        counter!(SWEEP_FAILURES).increment(1);
+                        warn!(%error, "expired keys could not be removed; tried again later");
+                        break;
+                    }
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = sweeping => {}
+        () = closing.cancelled() => {}
+    }
+}
