@@ -42,6 +42,8 @@ mod options;
 mod reader;
 mod schema;
 mod sql;
+#[cfg(test)]
+mod tests;
 mod writer;
 
 use std::path::Path;

@@ -110,9 +110,6 @@ impl Target {
 /// those of another handle's connections among them.
 fn why_not(path: &Path) -> Option<String> {
     let folder = path.parent().unwrap_or(Path::new("/"));
-    if path.is_dir() {
-        return Some("is a folder; give the path of a file".to_owned());
-    }
     if !folder.is_dir() {
         return Some(format!("cannot be created, for its folder {} does not exist", folder.display()));
     }

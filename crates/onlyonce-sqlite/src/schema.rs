@@ -79,6 +79,10 @@ pub(crate) async fn version(target: &Target) -> Result<Option<u32>, OpenError> {
 
 /// Opens the database for writing, with its schema as this version wants it.
 pub(crate) async fn prepare(target: &Target) -> Result<(SqliteConnection, Migrated), OpenError> {
+    if target.path.as_ref().is_some_and(|path| path.is_dir()) {
+        let name = &target.name;
+        return Err(OpenError::refused(format!("{name} is a folder; give the path of a SQLite file")));
+    }
     // Before anything may write: another's database stays as it is, byte for byte.
     let owner = look(target).await?;
     check_version(target, owner)?;

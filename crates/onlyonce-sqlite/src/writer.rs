@@ -244,7 +244,7 @@ async fn store(
 }
 
 /// Runs a statement once for each row, and fails unless each changed exactly one row.
-async fn run<T>(
+pub(crate) async fn run<T>(
     connection: &mut SqliteConnection,
     texts: &sql::Repeated,
     mut rows: &[T],
