@@ -267,6 +267,18 @@ async fn a_claim_that_may_not_have_been_written_does_not_run() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_whose_answer_was_lost_does_not_run_under_anothers_grant() {
+    let store = Fated::new();
+    let holder = granted(&store).await;
+    for fate in [AnswerLost, CallLost] {
+        store.meets([fate]);
+        assert!(claim(&store).await.expect_err("not granted").may_have_applied());
+        assert_eq!(store.calls(), ["insert", "read"]);
+    }
+    assert_eq!(holder.finish(Verdict::Keep(paid())).await.expect("written"), Finished::Written);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_take_over_whose_answer_was_lost_is_settled_by_reading() {
     for (fate, executes) in [(AnswerLost, true), (CallLost, false)] {
         let store = Fated::new();
