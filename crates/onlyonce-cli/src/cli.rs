@@ -14,7 +14,7 @@ use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
 use crate::telemetry::{self, LogFormat};
-use crate::{doctor, migrate};
+use crate::{demo, doctor, migrate};
 
 /// The exit code of what was asked for and did not work.
 pub const FAILED: u8 = 1;
@@ -41,6 +41,8 @@ pub struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
+  onlyonce demo
+      Shows in ten seconds what it does.
   onlyonce proxy --upstream http://127.0.0.1:3000
       Puts the proxy in front of an API. Then send a request twice with one key:
       curl -d amount=10 -H 'Idempotency-Key: order-4711' http://127.0.0.1:8080/payments
@@ -56,6 +58,8 @@ Exit codes: 0 done, 1 failed (a busy port, an absent database or key), 2 wrong u
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Watch a payments API with and without the proxy
+    Demo(demo::DemoArgs),
     /// Run the reverse proxy in front of an API
     Proxy(Box<ProxyArgs>),
     /// Look after the keys that the store remembers, also while the proxy runs
@@ -136,16 +140,20 @@ impl Cli {
     pub fn from_process() -> Self {
         let mut cli = Self::parse();
         let database_url = std::env::var("DATABASE_URL").ok().filter(|url| !url.is_empty());
-        cli.store_args().database_url = database_url;
+        if let Some(store) = cli.store_args() {
+            store.database_url = database_url;
+        }
         cli
     }
 
-    fn store_args(&mut self) -> &mut StoreArgs {
+    /// `None` where the store is not the person's to choose.
+    fn store_args(&mut self) -> Option<&mut StoreArgs> {
         match &mut self.command {
-            Command::Proxy(args) => &mut args.store,
-            Command::Keys(command) => command.store_args(),
-            Command::Migrate(args) => &mut args.store,
-            Command::Doctor(args) => &mut args.store,
+            Command::Demo(_) => None,
+            Command::Proxy(args) => Some(&mut args.store),
+            Command::Keys(command) => Some(command.store_args()),
+            Command::Migrate(args) => Some(&mut args.store),
+            Command::Doctor(args) => Some(&mut args.store),
         }
     }
 
@@ -155,6 +163,7 @@ impl Cli {
         let level = if matches!(self.command, Command::Proxy(_)) { "info" } else { "warn" };
         telemetry::start_logs(self.log_format, level);
         let result = match self.command {
+            Command::Demo(args) => demo::run(args).await,
             Command::Proxy(args) => serve(&args, self.log_format).await,
             Command::Keys(command) => keys::run(command, &mut std::io::stdout().lock()).await,
             Command::Migrate(args) => migrate::run(&args, &mut std::io::stdout().lock()).await,

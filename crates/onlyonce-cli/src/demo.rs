@@ -6,11 +6,10 @@ mod client;
 mod scenarios;
 mod table;
 
-use std::fmt;
+use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
@@ -18,6 +17,7 @@ use onlyonce::Settings;
 use onlyonce::settings::OnConcurrent;
 use onlyonce_core::Lapse;
 
+use crate::cli::Failure;
 use crate::config::ProxyConfig;
 use crate::proxy::{self, Running};
 use crate::store::StoreUrl;
@@ -27,13 +27,22 @@ use client::Client;
 use scenarios::{SCENARIOS, Scenario};
 use table::{Row, Side};
 
-/// Arguments of `onlyonce demo`.
+/// What `onlyonce demo` is told.
 #[derive(Args, Clone, Copy, Debug, Default)]
+#[command(after_help = EXAMPLES)]
 pub struct DemoArgs {
     /// Leave the API and the proxy running afterwards, with requests to try.
     #[arg(long)]
     pub serve: bool,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  onlyonce demo
+  onlyonce demo --serve
+
+Five ways in which a payment is sent more than once, each against a fresh API: straight, and through the proxy.
+Nothing is left behind. Exit code 1 if a payment behind the proxy went through more or less often than it should.";
 
 /// The API's work takes about half a second, so a short lease is enough, and the demo does not take long.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -44,9 +53,11 @@ pub(crate) const LEASE: Duration = Duration::from_secs(3);
 ///
 /// # Errors
 /// When the API or the proxy cannot be started.
-pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
+pub async fn run(args: DemoArgs) -> Result<(), Failure> {
     let folder = Folder::create()?;
-    println!("A payments API with its own ledger, called by clients that retry: straight, and through `onlyonce proxy`.\n");
+    println!(
+        "A payments API with its own ledger, called by clients that retry: straight, and through `onlyonce proxy`.\n"
+    );
     let mut rows = Vec::new();
     for (at, scenario) in SCENARIOS.iter().enumerate() {
         progress(&format!("{} of {}: {} …", at + 1, SCENARIOS.len(), scenario.title));
@@ -58,19 +69,20 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     print!("{}", table::render(&rows, std::io::stdout().is_terminal()));
     let as_it_should = rows.iter().all(|row| row.guarded.charged == row.due);
     if !as_it_should {
-        eprintln!("onlyonce: the ledger behind the proxy is not as it should be");
-        return Ok(ExitCode::FAILURE);
+        return Err(Failure::failed("the ledger behind the proxy is not as it should be"));
     }
     if args.serve {
         serve(&folder.0.join("serve.db")).await?;
     } else {
-        println!("Try it yourself: `onlyonce demo --serve`. For your own API: `onlyonce proxy --upstream URL`.");
+        println!(
+            "Try it yourself: `onlyonce demo --serve`. For your own API: `onlyonce proxy --upstream URL`."
+        );
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Plays a scenario against a fresh API, through a fresh proxy if there is a file for its keys.
-async fn side(scenario: &Scenario, keys: Option<&Path>) -> Result<Side, DemoError> {
+async fn side(scenario: &Scenario, keys: Option<&Path>) -> Result<Side, Failure> {
     let api = Api::start(ANY_PORT).await?;
     let proxy = match keys {
         Some(keys) => Some(start_proxy(&api, keys, ANY_PORT).await?),
@@ -87,8 +99,8 @@ async fn side(scenario: &Scenario, keys: Option<&Path>) -> Result<Side, DemoErro
 
 const ANY_PORT: &str = "127.0.0.1:0";
 
-async fn start_proxy(api: &Api, keys: &Path, listen: &str) -> Result<Running, DemoError> {
-    let upstream = Upstream::parse(&format!("http://{}", api.addr())).map_err(DemoError::new)?;
+async fn start_proxy(api: &Api, keys: &Path, listen: &str) -> Result<Running, Failure> {
+    let upstream = Upstream::parse(&format!("http://{}", api.addr())).map_err(failed)?;
     let config = ProxyConfig {
         listen: listen.to_owned(),
         admin: ANY_PORT.to_owned(),
@@ -103,13 +115,13 @@ async fn start_proxy(api: &Api, keys: &Path, listen: &str) -> Result<Running, De
         },
         ..ProxyConfig::new(upstream, StoreUrl::file(keys))
     };
-    proxy::start(config).await.map_err(DemoError::new)
+    Ok(proxy::start(config).await?)
 }
 
 const SERVED_API: &str = "127.0.0.1:3000";
 const SERVED_PROXY: &str = "127.0.0.1:8080";
 
-async fn serve(keys: &Path) -> Result<(), DemoError> {
+async fn serve(keys: &Path) -> Result<(), Failure> {
     // The usual ports if they are free, others if not: a demo should not fail on that.
     let api = match Api::start(SERVED_API).await {
         Ok(api) => api,
@@ -122,8 +134,8 @@ async fn serve(keys: &Path) -> Result<(), DemoError> {
         Err(_) => start_proxy(&api, keys, ANY_PORT).await?,
     };
     print!("{}", lines_to_try(api.addr(), proxy.addr(), proxy.admin_addr(), keys));
-    std::io::stdout().flush().map_err(DemoError::new)?;
-    tokio::signal::ctrl_c().await.map_err(DemoError::new)?;
+    std::io::stdout().flush().map_err(failed)?;
+    tokio::signal::ctrl_c().await.map_err(failed)?;
     proxy.shutdown();
     proxy.stopped().await;
     Ok(())
@@ -173,9 +185,9 @@ fn progress(line: &str) {
 struct Folder(std::path::PathBuf);
 
 impl Folder {
-    fn create() -> Result<Self, DemoError> {
+    fn create() -> Result<Self, Failure> {
         let path = std::env::temp_dir().join(format!("onlyonce-demo-{}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(DemoError::new)?;
+        std::fs::create_dir_all(&path).map_err(failed)?;
         Ok(Self(path))
     }
 }
@@ -187,20 +199,6 @@ impl Drop for Folder {
     }
 }
 
-/// Why the demo could not be run, in one line.
-#[derive(Debug)]
-pub struct DemoError(String);
-
-impl DemoError {
-    fn new(reason: impl fmt::Display) -> Self {
-        Self(reason.to_string())
-    }
+fn failed(reason: impl Display) -> Failure {
+    Failure::failed(reason.to_string())
 }
-
-impl fmt::Display for DemoError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for DemoError {}

@@ -9,6 +9,7 @@
 //! | [`jwt`] | the caller as a claim of a verified token |
 //! | `admin`, [`telemetry`], [`metered`] | health, metrics, logs |
 //! | [`keys`], [`doctor`], [`migrate`] | what people do with a store |
+//! | [`demo`] | a payments API with and without the proxy |
 //!
 //! ```no_run
 //! use onlyonce_cli::config::ProxyConfig;
@@ -32,6 +33,7 @@ mod admin;
 pub mod cli;
 pub mod config;
 mod connect;
+pub mod demo;
 pub mod doctor;
 pub mod duration;
 pub mod forward;

@@ -293,12 +293,13 @@ impl FromText for HeaderName {
 
 /// A setting with a few names for values.
 macro_rules! choice {
-    ($type:ty, $($text:literal => $value:expr),+) => {
+    ($type:ty, $first:literal => $default:expr $(, $text:literal => $value:expr)+) => {
         impl FromText for $type {
-            const EXPECTED: &'static str = concat!("one of" $(, " \"", $text, "\"")+);
+            const EXPECTED: &'static str = concat!("one of \"", $first, "\"" $(, ", \"", $text, "\"")+);
 
             fn from_text(text: &str) -> Result<Self, String> {
                 match text {
+                    $first => Ok($default),
                     $($text => Ok($value),)+
                     _ => Err(format!("{text:?} is not allowed here, {} is", Self::EXPECTED)),
                 }

@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use super::DemoError;
+use super::failed;
+use crate::cli::Failure;
 
 /// How long the card network takes to charge, and then to send a receipt.
 const CHARGE_AFTER: Duration = Duration::from_millis(50);
@@ -50,9 +51,9 @@ struct Payment {
 }
 
 impl Api {
-    pub(super) async fn start(listen: &str) -> Result<Self, DemoError> {
-        let listener = TcpListener::bind(listen).await.map_err(DemoError::new)?;
-        let addr = listener.local_addr().map_err(DemoError::new)?;
+    pub(super) async fn start(listen: &str) -> Result<Self, Failure> {
+        let listener = TcpListener::bind(listen).await.map_err(failed)?;
+        let addr = listener.local_addr().map_err(failed)?;
         let api = Self { addr, books: Arc::default() };
         let routes = Router::new()
             .route("/payments", post(pay))
@@ -95,7 +96,8 @@ async fn pay(
         let busy = serde_json::json!({ "error": "the card network is busy" });
         return (StatusCode::SERVICE_UNAVAILABLE, Json(busy));
     }
-    let payer = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).unwrap_or("anonymous");
+    let payer =
+        headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).unwrap_or("anonymous");
     let charge = Charge { payer: payer.to_owned(), order, amount };
     tokio::time::sleep(CHARGE_AFTER).await;
     let (receipt, dies) = {

@@ -7,8 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, header};
 use http_body_util::{BodyExt, Full};
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::client::legacy::{self};
+use hyper_util::client::legacy::{self, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 
 /// Callers that pay through one address. Clones share their connections.

@@ -33,14 +33,18 @@ pub(super) const SCENARIOS: [Scenario; 5] = [
         title: "A retry with the same key and another amount",
         due: 1,
         play: |client, _| {
-            Box::pin(async move { vec![client.pay(ORDER).await, client.pay(Order { amount: 999, ..ORDER }).await] })
+            Box::pin(async move {
+                vec![client.pay(ORDER).await, client.pay(Order { amount: 999, ..ORDER }).await]
+            })
         },
     },
     Scenario {
         title: "Two callers who happen to choose the same key",
         due: 2,
         play: |client, _| {
-            Box::pin(async move { vec![client.pay(ORDER).await, client.pay(Order { payer: "bob", ..ORDER }).await] })
+            Box::pin(async move {
+                vec![client.pay(ORDER).await, client.pay(Order { payer: "bob", ..ORDER }).await]
+            })
         },
     },
     Scenario {

@@ -54,7 +54,9 @@ fn cells(row: &Row, in_colour: bool) -> String {
     }
     let height = columns.iter().map(Vec::len).max().unwrap_or_default();
     (0..height)
-        .map(|at| line(&columns.each_ref().map(|column| column.get(at).cloned().unwrap_or_default()), &colours))
+        .map(|at| {
+            line(&columns.each_ref().map(|column| column.get(at).cloned().unwrap_or_default()), &colours)
+        })
         .collect()
 }
 
@@ -102,8 +104,14 @@ mod tests {
 
     #[test]
     fn every_line_is_as_wide_as_the_frame_and_a_wrong_count_is_marked() {
-        let side = |charged| Side { saw: vec!["502 upstream-lost".into(), "49 × 201 replayed".into()], charged };
-        let rows = [Row { title: "A rather long title that has to be broken", due: 1, straight: side(67), guarded: side(1) }];
+        let side =
+            |charged| Side { saw: vec!["502 upstream-lost".into(), "49 × 201 replayed".into()], charged };
+        let rows = [Row {
+            title: "A rather long title that has to be broken",
+            due: 1,
+            straight: side(67),
+            guarded: side(1),
+        }];
         let text = render(&rows, false);
         let (table, sum) = text.split_once("\n\n").expect("a table and a sum");
         let width = table.lines().next().expect("a frame").chars().count();
