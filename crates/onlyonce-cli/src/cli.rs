@@ -160,7 +160,12 @@ impl Cli {
     /// Does what was asked.
     pub async fn run(self) -> ExitCode {
         // What a command has to say to a person is its output; its logs are for when that is not enough.
-        let level = if matches!(self.command, Command::Proxy(_)) { "info" } else { "warn" };
+        let level = match self.command {
+            Command::Proxy(_) => "info",
+            // Things go wrong there on purpose.
+            Command::Demo(_) => "off",
+            _ => "warn",
+        };
         telemetry::start_logs(self.log_format, level);
         let result = match self.command {
             Command::Demo(args) => demo::run(args).await,
@@ -287,20 +292,21 @@ fn announce(running: &Running, format: LogFormat, upstream: &str, store: &str) {
     });
 }
 
-struct Signals {
+/// The signals that ask a process to stop.
+pub(crate) struct Signals {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
 }
 
 impl Signals {
-    fn new() -> Result<Self, Failure> {
+    pub(crate) fn new() -> Result<Self, Failure> {
         let listen = |kind| {
             signal(kind).map_err(|error| Failure::failed(format!("signals cannot be received: {error}")))
         };
         Ok(Self { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? })
     }
 
-    async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}

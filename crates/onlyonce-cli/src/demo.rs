@@ -17,7 +17,7 @@ use onlyonce::Settings;
 use onlyonce::settings::OnConcurrent;
 use onlyonce_core::Lapse;
 
-use crate::cli::Failure;
+use crate::cli::{Failure, Signals};
 use crate::config::ProxyConfig;
 use crate::proxy::{self, Running};
 use crate::store::StoreUrl;
@@ -61,8 +61,8 @@ pub async fn run(args: DemoArgs) -> Result<(), Failure> {
     let mut rows = Vec::new();
     for (at, scenario) in SCENARIOS.iter().enumerate() {
         progress(&format!("{} of {}: {} …", at + 1, SCENARIOS.len(), scenario.title));
-        let straight = side(scenario, None).await?;
-        let guarded = side(scenario, Some(&folder.0.join(format!("{at}.db")))).await?;
+        let keys = folder.0.join(format!("{at}.db"));
+        let (straight, guarded) = tokio::try_join!(side(scenario, None), side(scenario, Some(&keys)))?;
         rows.push(Row { title: scenario.title, due: scenario.due, straight, guarded });
     }
     progress("");
@@ -122,6 +122,7 @@ const SERVED_API: &str = "127.0.0.1:3000";
 const SERVED_PROXY: &str = "127.0.0.1:8080";
 
 async fn serve(keys: &Path) -> Result<(), Failure> {
+    let mut signals = Signals::new()?;
     // The usual ports if they are free, others if not: a demo should not fail on that.
     let api = match Api::start(SERVED_API).await {
         Ok(api) => api,
@@ -135,7 +136,7 @@ async fn serve(keys: &Path) -> Result<(), Failure> {
     };
     print!("{}", lines_to_try(api.addr(), proxy.addr(), proxy.admin_addr(), keys));
     std::io::stdout().flush().map_err(failed)?;
-    tokio::signal::ctrl_c().await.map_err(failed)?;
+    signals.next().await;
     proxy.shutdown();
     proxy.stopped().await;
     Ok(())
@@ -160,6 +161,9 @@ The same key for another amount (422):
 An API that fails once (503, then 201), and one that dies after charging (502, then 409 until you decide):
   {flaky}
   {dying}
+
+Decide that the dead one was charged; a retry is then answered so:
+  onlyonce keys complete dying --status 201 --body '{{\"receipt\":2}}' --store sqlite:{keys}
 
 What was charged, and what the keys say:
   curl http://{api}/ledger

@@ -29,6 +29,9 @@
 //! # }
 //! ```
 
+// A test that unwraps says where it failed.
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
 mod admin;
 pub mod cli;
 pub mod config;
