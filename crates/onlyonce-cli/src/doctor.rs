@@ -118,7 +118,7 @@ async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
     let options = url.options(allow_volatile);
     match (options.volatile(), allow_volatile) {
         (Some(reason), true) => {
-            report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"))
+            report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"));
         }
         (Some(reason), false) => {
             return report.line(

@@ -313,3 +313,6 @@ impl std::fmt::Display for Chain<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
