@@ -225,6 +225,7 @@ async fn a_migration_says_what_it_did() {
 }
 
 /// A name that reads as one of SQLite's own URIs, or has its syntax in it, is a name.
+#[cfg(unix)]
 #[tokio::test]
 async fn a_strange_name_is_a_name() {
     let folder = tempfile::tempdir().expect("a folder");
