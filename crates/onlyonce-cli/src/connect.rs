@@ -14,6 +14,10 @@ use tower_service::Service;
 /// How long a connection may take to come about, on the local clock: name, TCP and TLS together.
 pub(crate) const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
 
+/// After how long a silent connection is asked whether it still exists, on the local clock. What is not
+/// guarded has no timeout, and a peer that vanished without a word would be waited for for ever.
+pub(crate) const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(60);
+
 /// Connects to HTTP servers within [`CONNECT_TIME_MAX`]. It offers HTTP/1.1 only: with one request on a
 /// connection at a time it is always known whether a request was sent.
 #[derive(Clone)]
@@ -38,6 +42,7 @@ impl Connector {
         };
         let mut tcp = HttpConnector::new();
         tcp.set_nodelay(true);
+        tcp.set_keepalive(Some(KEEP_ALIVE_AFTER));
         tcp.enforce_http(false);
         Ok(Self(builder.https_or_http().enable_http1().wrap_connector(tcp)))
     }

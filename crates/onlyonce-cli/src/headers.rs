@@ -102,8 +102,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
     let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
         .filter_map(|name| HeaderName::from_bytes(name).ok())
-        // These frame or address the message; nobody may talk the proxy out of them.
-        .filter(|name| *name != CONTENT_LENGTH && *name != HOST)
+        // These frame, address or name the request; nobody may talk the proxy out of them.
+        .filter(|name| ![CONTENT_LENGTH, HOST, onlyonce::IDEMPOTENCY_KEY].contains(name))
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
@@ -210,6 +210,7 @@ mod tests {
         prepare_request(&mut headers, None, None);
         assert_eq!(all(&headers, "content-length"), ["3"]);
         assert_eq!(all(&headers, "host"), ["a"]);
+        assert_eq!(all(&headers, "idempotency-key"), ["k"]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use onlyonce::OnlyonceService;
 use pin_project_lite::pin_project;
+use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -28,6 +29,7 @@ use tokio_util::task::TaskTracker;
 use tower_service::Service;
 use tracing::{debug, warn};
 
+use crate::connect::KEEP_ALIVE_AFTER;
 use crate::forward::{BoxError, ClientAddr, Forward, ForwardBody, boxed};
 use crate::headers;
 
@@ -82,7 +84,7 @@ async fn connection(
     service: OnlyonceService<Forward>,
     ending: Ending,
 ) {
-    if let Err(error) = stream.set_nodelay(true) {
+    if let Err(error) = prepare(&stream) {
         debug!(%error, "the connection was over at once");
         return;
     }
@@ -135,6 +137,11 @@ async fn connection(
             () = ending.kill.cancelled() => return,
         }
     }
+}
+
+fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    SockRef::from(stream).set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEP_ALIVE_AFTER))
 }
 
 async fn answer(
