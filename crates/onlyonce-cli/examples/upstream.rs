@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! connected
-//! received METHOD TARGET KEY ATTEMPT      the head was read
+//! received METHOD TARGET KEY ATTEMPT MS   the head was read, at this time of the clock
 //! effect   METHOD TARGET KEY ATTEMPT ID   the work was done
 //! ```
 //!
@@ -36,7 +36,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -73,7 +73,8 @@ impl Service {
 
     /// Whether the connection stays open.
     fn answer(&self, head: &Head, reader: &mut impl BufRead, mut stream: &TcpStream) -> io::Result<bool> {
-        self.note(&format!("received {head}"));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_err(io::Error::other)?;
+        self.note(&format!("received {head} {}", now.as_millis()));
         let close = head.order("close").unwrap_or_default();
         if close == "head" {
             return Ok(false);

@@ -3,6 +3,7 @@
 
 pub mod lock;
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -58,9 +59,17 @@ pub fn onlyonce() -> Command {
     command
 }
 
-/// Runs the `onlyonce` command to its end.
-pub fn run<const N: usize>(arguments: [&str; N]) -> Output {
-    onlyonce().args(arguments).output().unwrap()
+/// Runs a command to its end, which must come by itself.
+#[track_caller]
+pub fn run(mut command: Command) -> Output {
+    let mut child =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    if !happens_within(PATIENCE, || child.try_wait().unwrap().is_some()) {
+        let _ = child.kill();
+        let output = child.wait_with_output().unwrap();
+        panic!("{command:?} does not end:\n{}{}", text(&output.stdout), text(&output.stderr));
+    }
+    child.wait_with_output().unwrap()
 }
 
 pub fn text(bytes: &[u8]) -> String {
@@ -128,6 +137,15 @@ impl Upstream {
         self.notes().iter().filter(counts).count()
     }
 
+    /// Every key that work was done for, as often as it was.
+    pub fn effects_by_key(&self) -> BTreeMap<String, usize> {
+        let mut effects = BTreeMap::new();
+        for note in self.notes().into_iter().filter(|note| note[0] == "effect") {
+            *effects.entry(note[3].clone()).or_default() += 1;
+        }
+        effects
+    }
+
     /// How many connections there were.
     pub fn connected(&self) -> usize {
         self.count("connected", None)
@@ -185,6 +203,12 @@ impl Setup {
         self
     }
 
+    /// Another instance: the same store, and a file of its own for settings.
+    pub fn store_of(mut self, other: &Self) -> Self {
+        self.store.clone_from(&other.store);
+        self
+    }
+
     /// Parameters of the store's URL.
     pub fn store_query(mut self, query: &str) -> Self {
         self.store = format!("{}?{query}", self.store);
@@ -213,7 +237,12 @@ impl Setup {
         self.file()
     }
 
+    #[track_caller]
     pub fn start(&self) -> Proxy {
+        self.try_start().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    pub fn try_start(&self) -> Result<Proxy, String> {
         let mut command = onlyonce();
         command.arg("proxy").arg("--config").arg(self.written());
         Proxy::spawn(command, Arc::clone(&self.folder))
@@ -235,8 +264,8 @@ impl Proxy {
         Setup::new(upstream.url()).config(config).start()
     }
 
-    /// Starts the command and waits until it listens.
-    pub fn spawn(mut command: Command, folder: Arc<TempDir>) -> Self {
+    /// Starts the command and waits until it listens; the error is what it said instead.
+    pub fn spawn(mut command: Command, folder: Arc<TempDir>) -> Result<Self, String> {
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let stderr = Arc::new(Mutex::new(String::new()));
@@ -254,9 +283,9 @@ impl Proxy {
         let Some((addr, admin)) = ready.filter(|_| listens) else {
             let _ = child.kill();
             let _ = child.wait();
-            panic!("the proxy does not listen:\n{}", stderr.lock().unwrap());
+            return Err(format!("the proxy does not listen:\n{}", stderr.lock().unwrap()));
         };
-        Self { child, stderr, addr, admin, folder }
+        Ok(Self { child, stderr, addr, admin, folder })
     }
 
     pub fn database(&self) -> PathBuf {
