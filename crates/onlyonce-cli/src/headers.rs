@@ -204,9 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_name_the_length_or_the_host_a_connection_header() {
-        let mut headers =
-            map(&[("connection", "content-length, host"), ("content-length", "3"), ("host", "a")]);
+    fn nobody_can_call_length_host_or_key_a_connection_header() {
+        let mut headers = map(&[
+            ("connection", "content-length, host, idempotency-key"),
+            ("content-length", "3"),
+            ("host", "a"),
+            ("idempotency-key", "k"),
+        ]);
         prepare_request(&mut headers, None, None);
         assert_eq!(all(&headers, "content-length"), ["3"]);
         assert_eq!(all(&headers, "host"), ["a"]);
