@@ -91,3 +91,83 @@ async fn render() -> Response {
         None => (StatusCode::NOT_FOUND, "This process records its metrics elsewhere.\n").into_response(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+    use onlyonce_core::MemoryStore;
+    use serde_json::Value;
+
+    use super::*;
+
+    async fn body(response: Response) -> (StatusCode, String) {
+        let status = response.status();
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(bytes.to_vec()).unwrap())
+    }
+
+    async fn readiness(health: &Health) -> (StatusCode, Vec<String>) {
+        let (status, text) = body(ready(State(health.clone())).await).await;
+        let answer: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(answer["ready"], status == StatusCode::OK);
+        (status, serde_json::from_value(answer["reasons"].clone()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn ready_is_who_reaches_store_and_upstream_and_is_not_leaving() {
+        let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = upstream.local_addr().unwrap().to_string();
+        let closing = CancellationToken::new();
+        let health = Health::new(Arc::new(MemoryStore::new()), address.clone(), closing.clone());
+        assert_eq!(readiness(&health).await, (StatusCode::OK, vec![]));
+
+        drop(upstream);
+        let (status, reasons) = readiness(&health).await;
+        assert_eq!((status, reasons.len()), (StatusCode::SERVICE_UNAVAILABLE, 1));
+        assert!(reasons[0].contains(&address), "{reasons:?}");
+
+        closing.cancel();
+        let (status, reasons) = readiness(&health).await;
+        assert_eq!((status, reasons), (StatusCode::SERVICE_UNAVAILABLE, vec!["shutting down".to_owned()]));
+    }
+
+    #[tokio::test]
+    async fn a_store_that_cannot_be_read_is_a_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let url = crate::store::StoreUrl::file(folder.path().join("keys.db"));
+        let store = crate::store::OpenStore::open(&url, false, Duration::ZERO).await.unwrap();
+        let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = upstream.local_addr().unwrap().to_string();
+        let health = Health::new(store.store(), address, CancellationToken::new());
+        assert_eq!(readiness(&health).await.0, StatusCode::OK);
+        store.close().await.unwrap();
+        let (status, reasons) = readiness(&health).await;
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+        assert!(reasons[0].starts_with("the store cannot be read"), "{reasons:?}");
+    }
+
+    /// A rate needs a first value: a counter that appears with its first step hides that step.
+    #[tokio::test]
+    async fn every_counter_is_there_and_described_from_the_first_scrape() {
+        // What a process counts from its start.
+        assert!(telemetry::metrics().is_some());
+        let (status, text) = body(render().await).await;
+        assert_eq!(status, StatusCode::OK);
+        let answers = onlyonce::metric::CLAIM_ANSWERS.map(|answer| format!("{{answer=\"{answer}\"}}"));
+        for answer in &answers {
+            assert!(text.contains(&format!("onlyonce_claims_total{answer} ")), "{answer} in {text}");
+        }
+        for name in [
+            "onlyonce_in_flight",
+            "onlyonce_lost_leases_total",
+            "onlyonce_record_failures_total",
+            "onlyonce_swept_rows_total",
+            "onlyonce_sweep_failures_total",
+        ] {
+            assert!(
+                text.contains(&format!("\n{name} ")) && text.contains(&format!("# HELP {name} ")),
+                "{name}: {text}"
+            );
+        }
+    }
+}

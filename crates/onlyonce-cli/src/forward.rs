@@ -107,11 +107,7 @@ impl Forward {
             // Nobody asked for another protocol, and this is no answer in the one that was spoken.
             Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => failed(Failure::Lost),
             Ok(response) => passed(response.map(boxed)),
-            Err(error) => {
-                let failure = failure(&error);
-                warn!(upstream = %self.upstream, error = %Chain(&error), ?failure, "the upstream failed");
-                failed(failure)
-            }
+            Err(error) => failed(self.judge(&error)),
         }
     }
 
@@ -138,22 +134,24 @@ impl Forward {
                 let cut = self.cut.clone().cancelled_owned();
                 passed(response.map(|body| boxed(CutBody { body, cut })))
             }
-            Err(error) => {
-                let failure = failure(&error);
-                debug!(upstream = %self.upstream, error = %Chain(&error), ?failure, "the upstream failed");
-                refused(match failure {
-                    Failure::NotSent => Problem::new(
-                        Code::UpstreamUnreachable,
-                        "Nothing was sent to the service; the request can be sent again.",
-                    )
-                    .retry_after(RETRY_AFTER),
-                    Failure::Lost => Problem::new(
-                        Code::UpstreamLost,
-                        "The service was sent the request and its answer was lost; what it asked for may have happened.",
-                    ),
-                })
-            }
+            Err(error) => refused(match self.judge(&error) {
+                Failure::NotSent => Problem::new(
+                    Code::UpstreamUnreachable,
+                    "Nothing was sent to the service; the request can be sent again.",
+                )
+                .retry_after(RETRY_AFTER),
+                Failure::Lost => Problem::new(
+                    Code::UpstreamLost,
+                    "The service was sent the request and its answer was lost; what it asked for may have happened.",
+                ),
+            }),
         }
+    }
+
+    fn judge(&self, error: &ClientError) -> Failure {
+        let failure = failure(error);
+        warn!(upstream = %self.upstream, error = %Chain(error), ?failure, "the upstream failed");
+        failure
     }
 
     /// Makes the head fit for the upstream; returns the protocols that it still asks to change to.
