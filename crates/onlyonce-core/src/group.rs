@@ -1,12 +1,14 @@
 //! Group commit: concurrent writes share one durable commit.
 //!
-//! While one batch commits, the next gathers; nothing waits for a batch to fill. The writer runs on a
-//! task of its own, so a caller that is dropped never interrupts the database driver.
+//! While one batch commits, the next gathers; nothing waits for a batch to fill. Writers run on tasks of
+//! their own, so a caller that is dropped never interrupts the database driver.
 
+use std::collections::HashSet;
 use std::future::Future;
 
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tracing::error;
 
 use crate::identity::{Id, Operation};
@@ -42,7 +44,7 @@ pub trait Writer: Send + 'static {
     fn write(&mut self, calls: &[Call]) -> impl Future<Output = Vec<Result<Reply, StoreError>>> + Send;
 }
 
-/// Hands calls to a [`Writer`] in batches. Clones share the writer; it ends with the last of them.
+/// Hands calls to [`Writer`]s in batches. Clones share the writers, which end with the last of them.
 #[derive(Clone, Debug)]
 pub struct Group {
     jobs: mpsc::Sender<Job>,
@@ -79,8 +81,14 @@ impl Group {
     /// Starts the writer on a task of its own. A batch has at most `calls_max` calls, and as many
     /// again may wait for the next.
     pub fn start(writer: impl Writer, calls_max: usize) -> Self {
+        Self::start_many([writer], calls_max)
+    }
+
+    /// Starts several writers, so that one batch is sent while another commits. The calls on one key are
+    /// in one batch at a time, and so keep their order.
+    pub fn start_many<W: Writer>(writers: impl IntoIterator<Item = W>, calls_max: usize) -> Self {
         let (jobs, queue) = mpsc::channel(calls_max);
-        tokio::spawn(run(writer, queue, jobs.downgrade(), calls_max));
+        tokio::spawn(run(writers.into_iter().collect(), queue, jobs.downgrade(), calls_max));
         Self { jobs }
     }
 
@@ -100,46 +108,91 @@ impl Group {
     }
 }
 
-async fn run(
-    mut writer: impl Writer,
+async fn run<W: Writer>(
+    mut idle: Vec<W>,
     mut queue: mpsc::Receiver<Job>,
     sender: mpsc::WeakSender<Job>,
     calls_max: usize,
 ) {
-    let mut jobs = Vec::new();
-    while queue.recv_many(&mut jobs, calls_max).await > 0 {
-        // Nobody waits for these any more. A claim must not be made for a caller that has left; the
-        // other calls finish work that is done.
-        jobs.retain(|job| !(job.reply.is_closed() && matches!(job.call, Call::Insert(..))));
-        // Two writers that lock rows in different orders deadlock. Calls on one key keep their order.
-        jobs.sort_by_key(|job| job.call.id());
-        let (calls, replies): (Vec<_>, Vec<_>) = jobs.drain(..).map(|job| (job.call, job.reply)).unzip();
-        if calls.is_empty() {
-            continue;
-        }
-        let results = writer.write(&calls).await;
-        if results.len() != calls.len() {
-            error!(calls = calls.len(), results = results.len(), "the writer lost count of its calls");
-            continue;
-        }
-        let mut orphans = Vec::new();
-        for ((call, reply), result) in calls.into_iter().zip(replies).zip(results) {
-            let release = match (call, &result) {
-                (Call::Insert(operation, write), Ok(Reply::Inserted(Inserted::New(_)))) => {
-                    Some(Call::Remove(operation.id(), write.revision))
-                }
-                _ => None,
-            };
-            let orphan = Orphan { release, jobs: sender.clone() };
-            if let Err(mut undelivered) = reply.send(Answer { result, orphan }) {
-                orphans.extend(undelivered.orphan.release.take());
+    let mut waiting = Vec::new();
+    let mut busy = JoinSet::new();
+    let mut ids_held = HashSet::new();
+    let mut open = true;
+    loop {
+        if let Some(writer) = idle.pop() {
+            let batch = next_batch(&mut waiting, &ids_held, calls_max);
+            if !batch.is_empty() {
+                ids_held.extend(batch.iter().map(|job| job.call.id()));
+                busy.spawn(write(writer, batch, sender.clone()));
+                continue;
             }
+            idle.push(writer);
         }
-        // At once, because the queue may be closed by now.
-        if !orphans.is_empty() {
-            writer.write(&orphans).await;
+        if !open && busy.is_empty() {
+            return;
+        }
+        let room = calls_max.saturating_sub(waiting.len());
+        tokio::select! {
+            received = queue.recv_many(&mut waiting, room), if open && room > 0 && !idle.is_empty() => {
+                open = received > 0;
+            }
+            Some(written) = busy.join_next() => match written {
+                Ok((writer, ids)) => {
+                    ids.iter().for_each(|id| { ids_held.remove(id); });
+                    idle.push(writer);
+                }
+                Err(error) => {
+                    error!(%error, "a writer ended early");
+                    busy.detach_all();
+                    return;
+                }
+            },
         }
     }
+}
+
+/// Takes what may be written now, in the order in which rows are locked.
+fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) -> Vec<Job> {
+    // Nobody waits for these any more. A claim must not be made for a caller that has left; the
+    // other calls finish work that is done.
+    waiting.retain(|job| !(job.reply.is_closed() && matches!(job.call, Call::Insert(..))));
+    let mut batch: Vec<Job> = Vec::new();
+    for job in std::mem::take(waiting) {
+        let ready = batch.len() < calls_max && !ids_held.contains(&job.call.id());
+        if ready { &mut batch } else { &mut *waiting }.push(job);
+    }
+    // Two writers that lock rows in different orders deadlock. Calls on one key keep their order.
+    batch.sort_by_key(|job| job.call.id());
+    batch
+}
+
+/// Writes one batch and answers its callers; gives the writer back, and the ids that were in the batch.
+async fn write<W: Writer>(mut writer: W, batch: Vec<Job>, sender: mpsc::WeakSender<Job>) -> (W, Vec<Id>) {
+    let ids = batch.iter().map(|job| job.call.id()).collect();
+    let (calls, replies): (Vec<_>, Vec<_>) = batch.into_iter().map(|job| (job.call, job.reply)).unzip();
+    let results = writer.write(&calls).await;
+    if results.len() != calls.len() {
+        error!(calls = calls.len(), results = results.len(), "the writer lost count of its calls");
+        return (writer, ids);
+    }
+    let mut orphans = Vec::new();
+    for ((call, reply), result) in calls.into_iter().zip(replies).zip(results) {
+        let release = match (call, &result) {
+            (Call::Insert(operation, write), Ok(Reply::Inserted(Inserted::New(_)))) => {
+                Some(Call::Remove(operation.id(), write.revision))
+            }
+            _ => None,
+        };
+        let orphan = Orphan { release, jobs: sender.clone() };
+        if let Err(mut undelivered) = reply.send(Answer { result, orphan }) {
+            orphans.extend(undelivered.orphan.release.take());
+        }
+    }
+    // At once, because the queue may be closed by now.
+    if !orphans.is_empty() {
+        writer.write(&orphans).await;
+    }
+    (writer, ids)
 }
 
 impl Call {
@@ -341,6 +394,43 @@ mod tests {
         let batches = slow.batches.lock().expect("no panic while locked").clone();
         assert_eq!(batches[1].len(), 16);
         assert!(batches[1].is_sorted_by_key(Call::id), "two writers lock rows in one order");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_is_in_one_batch_at_a_time_while_others_go_on() {
+        let slow = Slow::new();
+        let group = Group::start_many([slow.clone(), slow.clone(), slow.clone()], 100);
+        let mut callers = vec![spawn(&group, insert("a", 1))];
+        slow.settle().await;
+        let replace = |from, to| Call::Replace(operation("a").id(), Revision(from), write(to));
+        for call in [replace(1, 2), insert("b", 1), replace(2, 3), insert("c", 1)] {
+            callers.push(spawn(&group, call));
+            slow.settle().await;
+        }
+        assert_eq!(slow.batch_sizes(), [1, 1, 1], "b and c do not wait for the batch of a");
+        slow.commit(3).await;
+        assert_eq!(slow.batch_sizes(), [1, 1, 1, 2], "what waited for a comes together");
+        slow.commit(1).await;
+        for caller in callers {
+            let reply = caller.await.expect("no panic").expect("written");
+            let applied =
+                matches!(reply, Reply::Inserted(Inserted::New(_)) | Reply::Replaced(Replaced::Written(_)));
+            assert!(applied, "{reply:?}: every call finds what the one before it left");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_for_a_key_is_written_though_the_group_is_closed() {
+        let slow = Slow::new();
+        let group = Group::start_many([slow.clone(), slow.clone()], 100);
+        let first = spawn(&group, insert("a", 1));
+        slow.settle().await;
+        let second = spawn(&group, Call::Remove(operation("a").id(), Revision(1)));
+        slow.settle().await;
+        drop(group);
+        slow.commit(2).await;
+        assert!(first.await.expect("no panic").is_ok());
+        assert!(matches!(second.await.expect("no panic"), Ok(Reply::Removed(true))));
     }
 
     #[tokio::test(start_paused = true)]
