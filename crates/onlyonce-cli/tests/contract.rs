@@ -229,23 +229,29 @@ fn what_was_not_sent_is_released_and_runs_at_once() {
 
 #[test]
 fn what_was_sent_and_then_lost_is_unknown_until_the_lease_ends() {
-    for order in ["close=head", "close=effect", "die"] {
-        let mut upstream = Upstream::start();
-        let proxy = Proxy::start(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"2s\"\n");
-        let lost = post("k").order(order).send(&proxy);
-        assert_eq!(lost.refusal(), (502, "upstream-lost"), "{order}");
-        assert!((1..=2).contains(&lost.retry_after().unwrap()), "{lost:?}");
-        assert!(lost.json()["detail"].as_str().unwrap().contains("once the lease has ended"), "{lost:?}");
-        if order == "die" {
-            upstream.start_again();
+    std::thread::scope(|scope| {
+        for order in ["close=head", "close=effect", "die"] {
+            scope.spawn(move || sent_and_then_lost(order));
         }
-        assert_eq!(post("k").send(&proxy).refusal(), (409, "request-in-progress"), "{order}");
-        assert_eq!(upstream.received(), 1, "{order}");
-        let rerun = send_until_settled(&post("k"), &proxy);
-        assert_eq!((rerun.status, rerun.replayed()), (201, false), "{order}");
-        assert_eq!(rerun.sent("idempotency-attempt"), ["2"], "{order}");
-        assert!(post("k").send(&proxy).replayed());
+    });
+}
+
+fn sent_and_then_lost(order: &str) {
+    let mut upstream = Upstream::start();
+    let proxy = Proxy::start(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"3s\"\n");
+    let lost = post("k").order(order).send(&proxy);
+    assert_eq!(lost.refusal(), (502, "upstream-lost"), "{order}");
+    assert!((1..=3).contains(&lost.retry_after().unwrap()), "{lost:?}");
+    assert!(lost.json()["detail"].as_str().unwrap().contains("once the lease has ended"), "{lost:?}");
+    if order == "die" {
+        upstream.start_again();
     }
+    assert_eq!(post("k").send(&proxy).refusal(), (409, "request-in-progress"), "{order}");
+    assert_eq!(upstream.received(), 1, "{order}");
+    let rerun = send_until_settled(&post("k"), &proxy);
+    assert_eq!((rerun.status, rerun.replayed()), (201, false), "{order}");
+    assert_eq!(rerun.sent("idempotency-attempt"), ["2"], "{order}");
+    assert!(post("k").send(&proxy).replayed());
 }
 
 #[test]
@@ -273,7 +279,7 @@ fn at_the_end_of_its_lease_the_work_is_given_up_and_runs_again() {
 #[test]
 fn under_hold_a_lapsed_key_is_refused_without_a_time_to_come_back() {
     let upstream = Upstream::start();
-    let config = "[defaults]\ntimeout = \"400ms\"\nlease = \"800ms\"\non_lapse = \"hold\"\n";
+    let config = "[defaults]\ntimeout = \"1s\"\nlease = \"1500ms\"\non_lapse = \"hold\"\n";
     let proxy = Proxy::start(&upstream, config);
     let lost = post("k").order("close=effect").send(&proxy);
     assert_eq!((lost.refusal(), lost.retry_after()), ((502, "upstream-lost"), None));
@@ -741,14 +747,16 @@ fn passing_failures_are_not_kept() {
 #[test]
 fn an_upstreams_own_502_and_504_are_unknown() {
     let upstream = Upstream::start();
-    let proxy = Proxy::start(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"2s\"\n");
+    let proxy = Proxy::start(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"3s\"\n");
+    let key = |status| format!("k{status}");
     for status in [502, 504] {
-        let key = format!("k{status}");
-        let first = post(&key).order(&format!("status={status}")).send(&proxy);
+        let first = post(&key(status)).order(&format!("status={status}")).send(&proxy);
         assert_eq!(first.refusal(), (status, "not refused"), "passed on as it came");
-        assert_eq!(post(&key).send(&proxy).refusal(), (409, "request-in-progress"));
-        assert_eq!(upstream.effects_for(&key), 1);
-        let rerun = send_until_settled(&post(&key), &proxy);
+        assert_eq!(post(&key(status)).send(&proxy).refusal(), (409, "request-in-progress"));
+        assert_eq!(upstream.effects_for(&key(status)), 1);
+    }
+    for status in [502, 504] {
+        let rerun = send_until_settled(&post(&key(status)), &proxy);
         assert_eq!((rerun.status, rerun.sent("idempotency-attempt")), (201, vec!["2".to_owned()]));
     }
 }
@@ -772,6 +780,27 @@ fn keep_and_unknown_replace_the_defaults() {
         };
         assert_eq!(what, again, "{status}");
     }
+}
+
+#[test]
+fn an_outcome_is_forgotten_after_its_retention() {
+    let upstream = Upstream::start();
+    let config = "[defaults]\ntimeout = \"500ms\"\nlease = \"600ms\"\nretention = \"1500ms\"\n";
+    let proxy = Proxy::start(&upstream, config);
+    let asked = Instant::now();
+    let first = post("k").send(&proxy);
+    assert!(post("k").send(&proxy).replayed());
+    let mut again = None;
+    until("the key is forgotten", || {
+        let got = post("k").send(&proxy);
+        let forgotten = !got.replayed();
+        again = Some(got);
+        forgotten
+    });
+    assert!(asked.elapsed() >= millis(1_400), "{:?}", asked.elapsed());
+    let again = again.unwrap();
+    assert_eq!((again.status, again.sent("idempotency-attempt")), (201, vec!["1".to_owned()]));
+    assert_ne!(again.body, first.body);
 }
 
 #[test]
@@ -943,19 +972,19 @@ fn events_are_passed_on_at_once_and_replayed() {
 
 #[test]
 fn the_end_of_a_streamed_answer_is_held_back_until_it_is_recorded() {
-    for (framing, held_back) in [("chunked", &b"0\r\n\r\n"[..]), ("", b"w")] {
+    for (framing, held_back, silent_for) in [("chunked", &b"0\r\n\r\n"[..], 700), ("", b"w", 2_000)] {
         let upstream = Upstream::start();
         let config = "record_grace = \"30s\"\n[defaults]\nstream_after = \"0s\"\n";
         let setup = Setup::new(upstream.url()).store_query("busy_timeout_ms=100").config(config);
         let proxy = setup.start();
-        let mut connection = post("k").order(&format!("size=46 pieces=2 pause=700 {framing}")).open(&proxy);
+        let mut connection = post("k").order(&format!("size=46 pieces=2 pause=1200 {framing}")).open(&proxy);
         assert_eq!(connection.head().unwrap().status, 201);
         assert!(connection.until(b"w").is_some(), "the first piece");
         let lock = Lock::take(&setup.database());
         if framing == "chunked" {
             assert!(connection.until(b"w\r\n").is_some(), "no data is held back");
         }
-        assert!(connection.is_silent_for(millis(1_500)), "{framing}: the end waits for the record");
+        assert!(connection.is_silent_for(millis(silent_for)), "{framing}: the end waits for the record");
         drop(lock);
         assert!(connection.until(held_back).is_some());
         assert!(post("k").send(&proxy).replayed());
@@ -1016,7 +1045,7 @@ fn while_an_answer_flows_its_lease_is_renewed() {
     let upstream = Upstream::start();
     let config = "[defaults]\ntimeout = \"500ms\"\nlease = \"1s\"\nstream_after = \"0s\"\n";
     let proxy = Proxy::start(&upstream, config);
-    let mut connection = post("k").order("size=460 pieces=20 pause=150 chunked").open(&proxy);
+    let mut connection = post("k").order("size=552 pieces=24 pause=150 chunked").open(&proxy);
     connection.head().unwrap();
     let started = Instant::now();
     while started.elapsed() < millis(2_200) {
@@ -1024,7 +1053,7 @@ fn while_an_answer_flows_its_lease_is_renewed() {
     }
     assert!(connection.until(b"0\r\n\r\n").is_some());
     let replay = post("k").send(&proxy);
-    assert_eq!((replay.replayed(), replay.body.len()), (true, 460));
+    assert_eq!((replay.replayed(), replay.body.len()), (true, 552));
     assert_eq!(upstream.received(), 1);
 }
 
@@ -1062,7 +1091,7 @@ fn while_the_store_is_away_the_caller_gets_the_answer_and_it_is_recorded_later()
     let setup =
         Setup::new(upstream.url()).store_query("busy_timeout_ms=100").config("record_grace = \"300ms\"\n");
     let proxy = setup.start();
-    let first = post("k").order("before=800").start(&proxy);
+    let first = post("k").order("before=1500").start(&proxy);
     until("the work runs", || upstream.received() == 1);
     let lock = Lock::take(&setup.database());
     let first = first.join().unwrap();
@@ -1077,10 +1106,10 @@ fn while_the_store_is_away_the_caller_gets_the_answer_and_it_is_recorded_later()
 #[test]
 fn an_outcome_that_could_not_be_recorded_within_the_lease_is_counted() {
     let upstream = Upstream::start();
-    let config = "record_grace = \"100ms\"\n[defaults]\ntimeout = \"1s\"\nlease = \"1500ms\"\n";
+    let config = "record_grace = \"100ms\"\n[defaults]\ntimeout = \"2s\"\nlease = \"2500ms\"\n";
     let setup = Setup::new(upstream.url()).store_query("busy_timeout_ms=50").config(config);
     let proxy = setup.start();
-    let first = post("k").order("before=400").start(&proxy);
+    let first = post("k").order("before=1200").start(&proxy);
     until("the work runs", || upstream.received() == 1);
     let lock = Lock::take(&setup.database());
     assert_eq!(first.join().unwrap().status, 201);

@@ -127,7 +127,7 @@ fn killed_at_random_no_effect_happens_twice_and_no_answer_changes() {
     for (key, effects) in upstream.effects_by_key() {
         assert_eq!(effects, 1, "{key}: no lease has ended");
     }
-    assert!(seen.answers.len() > 50, "there was load: {}", seen.answers.len());
+    assert!(seen.answers.len() > 30, "there was load: {}", seen.answers.len());
     for (key, bodies) in &seen.answers {
         assert_eq!(bodies.len(), 1, "{key}: all its callers saw the same answer");
         let replay = post(key).send(&proxy);
@@ -185,7 +185,7 @@ fn killed_at_random_every_key_is_settled_after_its_lease() {
 #[test]
 fn a_key_whose_holder_was_killed_runs_again_after_its_lease() {
     let upstream = Upstream::start();
-    let config = "[defaults]\ntimeout = \"1s\"\nlease = \"2s\"\n";
+    let config = "[defaults]\ntimeout = \"1s\"\nlease = \"4s\"\n";
     let setup = Setup::new(upstream.url()).config(config);
     let mut proxy = setup.start();
     let setup = setup.listen(proxy.addr);
@@ -201,7 +201,7 @@ fn a_key_whose_holder_was_killed_runs_again_after_its_lease() {
         answer = post("k").send(&proxy);
         answer.status == 201
     });
-    assert!(killed_at.elapsed() > millis(1_000), "not within the lease: {:?}", killed_at.elapsed());
+    assert!(killed_at.elapsed() > millis(2_000), "not within the lease: {:?}", killed_at.elapsed());
     assert_eq!((answer.replayed(), answer.sent("idempotency-attempt")), (false, vec!["2".to_owned()]));
 }
 

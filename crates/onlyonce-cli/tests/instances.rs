@@ -60,7 +60,7 @@ fn what_one_is_doing_the_other_refuses_and_then_replays() {
 #[test]
 fn when_one_is_killed_the_other_takes_over_after_the_lease() {
     let upstream = Upstream::start();
-    let (mut one, two) = pair(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"2s\"\n");
+    let (mut one, two) = pair(&upstream, "[defaults]\ntimeout = \"1s\"\nlease = \"4s\"\n");
     assert_eq!(post("done").send(&one).status, 201);
     let caller = post("k").order("before=20000").open(&one);
     until("the first runs", || upstream.received() == 2);
@@ -83,8 +83,8 @@ fn when_one_is_killed_the_other_takes_over_after_the_lease() {
 #[test]
 fn a_holder_that_stalled_past_its_lease_does_not_overwrite_its_successor() {
     let upstream = Upstream::start();
-    let (one, two) = pair(&upstream, "[defaults]\ntimeout = \"500ms\"\nlease = \"1s\"\n");
-    let first = post("k").order("after=400").start(&one);
+    let (one, two) = pair(&upstream, "[defaults]\ntimeout = \"1500ms\"\nlease = \"2s\"\n");
+    let first = post("k").order("after=1200").start(&one);
     until("the first has had its effect", || upstream.effects() == 1);
     // As long as it is stopped, so are its timers.
     one.signal(rustix::process::Signal::STOP);

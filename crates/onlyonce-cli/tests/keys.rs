@@ -11,7 +11,7 @@ use support::{Proxy, Setup, Upstream, onlyonce, post, run, text, until};
 /// A proxy whose keys lapse soon and are then held, and its store.
 fn held() -> (Upstream, Setup, Proxy) {
     let upstream = Upstream::start();
-    let config = "[defaults]\ntimeout = \"300ms\"\nlease = \"600ms\"\non_lapse = \"hold\"\n\
+    let config = "[defaults]\ntimeout = \"900ms\"\nlease = \"1200ms\"\non_lapse = \"hold\"\n\
                   [[route]]\nmatch = \"POST /slow\"\ntimeout = \"60s\"\nlease = \"75s\"\n";
     let setup = Setup::new(upstream.url()).config(config);
     let proxy = setup.start();

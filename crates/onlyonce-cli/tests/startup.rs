@@ -237,7 +237,7 @@ fn metrics_count_what_happens() {
     post("k").send(&proxy);
     post("k").body("amount=101").send(&proxy);
     get("/free").send(&proxy);
-    let running = post("slow").order("before=800").start(&proxy);
+    let running = post("slow").order("before=2000").start(&proxy);
     until("the slow one runs", || upstream.received_for("slow") == 1);
     assert_eq!(proxy.metric("onlyonce_in_flight"), 1.0);
     post("slow").send(&proxy);
