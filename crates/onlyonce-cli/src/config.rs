@@ -16,7 +16,6 @@ use std::time::Duration;
 
 use http::HeaderName;
 use onlyonce::NAMESPACE_DEFAULT;
-use onlyonce::caller::Caller;
 use onlyonce::rules::Route;
 use onlyonce::settings::{DURATION_MAX, Settings};
 
@@ -161,14 +160,14 @@ impl ProxyConfig {
 /// Who asks, as it is configured.
 #[derive(Clone, Debug, Default)]
 pub enum CallerSetting {
-    /// Nobody said: [`Caller::Implicit`].
+    /// Nobody said: [`Caller::Implicit`](onlyonce::Caller::Implicit).
     #[default]
     Implicit,
-    /// [`Caller::Authorization`].
+    /// [`Caller::Authorization`](onlyonce::Caller::Authorization).
     Authorization,
-    /// [`Caller::Everyone`].
+    /// [`Caller::Everyone`](onlyonce::Caller::Everyone).
     Everyone,
-    /// [`Caller::Header`].
+    /// [`Caller::Header`](onlyonce::Caller::Header).
     Header(HeaderName),
     /// A claim of a verified token.
     Jwt(JwtSettings),
@@ -198,20 +197,6 @@ impl CallerSetting {
             None => Self::parse_name(text).map_err(|_| format!("{text:?} is no caller; {allowed}")),
         }
     }
-}
-
-/// The caller that the layer asks.
-pub(crate) fn caller(
-    setting: &CallerSetting,
-    jwt: impl FnOnce(&JwtSettings) -> std::io::Result<Caller>,
-) -> std::io::Result<Caller> {
-    Ok(match setting {
-        CallerSetting::Implicit => Caller::Implicit,
-        CallerSetting::Authorization => Caller::Authorization,
-        CallerSetting::Everyone => Caller::Everyone,
-        CallerSetting::Header(name) => Caller::Header(name.clone()),
-        CallerSetting::Jwt(settings) => jwt(settings)?,
-    })
 }
 
 /// The store that a command works on: by flag, environment, file, `DATABASE_URL`, default.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use onlyonce_core::store::{Filter, Inserted};
-use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, Revision, machine};
+use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, machine};
 use serde_json::json;
 
 use crate::admin;
@@ -217,7 +217,7 @@ async fn look_into(
 
 /// Claims a key that no request can have, and gives it back.
 async fn write_once(store: &OpenStore) -> Result<Duration, onlyonce_core::StoreError> {
-    let revision = Revision(keys_revision());
+    let revision = crate::keys::fresh_revision();
     // An endpoint of a request starts with its method and a space.
     let key = Key::new(format!("{:032x}", revision.0)).expect("hexadecimal digits are a key");
     let operation = Operation::new("onlyonce", "doctor", "", key);
@@ -232,10 +232,6 @@ async fn write_once(store: &OpenStore) -> Result<Duration, onlyonce_core::StoreE
         handle.remove(operation.id(), revision).await?;
     }
     Ok(took)
-}
-
-fn keys_revision() -> u128 {
-    crate::keys::fresh_revision().0
 }
 
 async fn upstream(report: &mut Report, flag: Option<&str>, file: &FileConfig) {

@@ -33,7 +33,7 @@ use tower_layer::Layer;
 use tracing::{info, warn};
 
 use crate::admin::{self, Health};
-use crate::config::{self, ProxyConfig};
+use crate::config::{CallerSetting, ProxyConfig};
 use crate::forward::Forward;
 use crate::jwt::JwtCaller;
 use crate::metered::Metered;
@@ -56,10 +56,7 @@ const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
 /// Says in one line why it cannot start. An upstream that is away is no reason.
 pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
     telemetry::metrics();
-    let caller = config::caller(&config.caller, |settings| {
-        Ok(Caller::Custom(Arc::new(JwtCaller::new(settings.clone())?)))
-    })
-    .map_err(|error| StartError::Refused(format!("caller: {error}")))?;
+    let caller = caller(config.caller)?;
     let ending = Ending::default();
     let tunnels = TaskTracker::new();
     let forward = Forward::new(config.upstream.clone(), config.host, ending.cut.clone(), tunnels.clone())
@@ -100,6 +97,20 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
         }
     });
     Ok(Running { addr, admin_addr, closing: ending.closing, ended })
+}
+
+/// Who the layer asks.
+fn caller(setting: CallerSetting) -> Result<Caller, StartError> {
+    Ok(match setting {
+        CallerSetting::Implicit => Caller::Implicit,
+        CallerSetting::Authorization => Caller::Authorization,
+        CallerSetting::Everyone => Caller::Everyone,
+        CallerSetting::Header(name) => Caller::Header(name),
+        CallerSetting::Jwt(settings) => {
+            let told = JwtCaller::new(settings);
+            Caller::Custom(Arc::new(told.map_err(|error| StartError::Refused(format!("caller: {error}")))?))
+        }
+    })
 }
 
 async fn bind(name: &str, address: &str) -> Result<(TcpListener, SocketAddr), StartError> {
@@ -245,5 +256,62 @@ async fn sweep(store: Arc<dyn Store>, every: Duration, closing: CancellationToke
     tokio::select! {
         () = sweeping => {}
         () = closing.cancelled() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::header::AUTHORIZATION;
+
+    use super::*;
+    use crate::jwt::{JwtSettings, Source};
+    use crate::store::StoreUrl;
+    use crate::upstream::Upstream;
+
+    fn config(folder: &tempfile::TempDir) -> ProxyConfig {
+        let upstream = Upstream::parse("http://127.0.0.1:1").unwrap();
+        let store = StoreUrl::file(folder.path().join("keys.db"));
+        let any = "127.0.0.1:0".to_owned();
+        ProxyConfig { listen: any.clone(), admin: any, ..ProxyConfig::new(upstream, store) }
+    }
+
+    #[tokio::test]
+    async fn an_idle_proxy_leaves_at_once_and_an_absent_upstream_is_no_reason_not_to_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let running = start(config(&folder)).await.unwrap();
+        assert_ne!(running.addr().port(), 0, "the real port is told");
+        let idle = tokio::net::TcpStream::connect(running.addr()).await.unwrap();
+        running.shutdown();
+        let stopped = timeout(Duration::from_secs(5), running.stopped()).await;
+        assert_eq!(stopped, Ok(Stopped::Drained));
+        drop(idle);
+    }
+
+    #[tokio::test]
+    async fn a_busy_port_is_a_failure_and_not_wrong_usage() {
+        let folder = tempfile::tempdir().unwrap();
+        let busy = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = busy.local_addr().unwrap().to_string();
+        for listens in [true, false] {
+            let mut config = config(&folder);
+            *(if listens { &mut config.listen } else { &mut config.admin }) = address.clone();
+            let Err(StartError::Failed(reason)) = start(config).await else { panic!("a failure") };
+            assert!(reason.contains(&address), "{reason}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_key_set_that_is_not_there_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = config(&folder);
+        config.caller = CallerSetting::Jwt(JwtSettings {
+            header: AUTHORIZATION,
+            claim: "sub".into(),
+            jwks: Source::File(folder.path().join("absent.json")),
+            issuer: None,
+            audience: None,
+        });
+        let Err(StartError::Refused(reason)) = start(config).await else { panic!("a refusal") };
+        assert!(reason.starts_with("caller: ") && reason.contains("absent.json"), "{reason}");
     }
 }
