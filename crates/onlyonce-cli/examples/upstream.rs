@@ -18,6 +18,7 @@
 //! | `before=MS`, `after=MS` | pauses before and after the effect |
 //! | `close=head\|body\|effect\|half` | closes the connection after that; `half` is half of the answer |
 //! | `die` | the process ends after the effect |
+//! | `early` | answers before it reads the body, without an effect |
 //! | `size=N`, `hex=BYTES` | the body |
 //! | `pieces=N`, `pause=MS` | how many pieces it is sent in, and the pause between two |
 //! | `events=N` | a stream of events instead |
@@ -84,6 +85,10 @@ impl Service {
         }
         if head.line("expect").is_some() {
             stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
+        }
+        if head.is_ordered("early") {
+            send(head, &Received::default(), "none", stream)?;
+            return Received::read(head, reader).map(|_| true);
         }
         let received = Received::read(head, reader)?;
         if close == "body" {

@@ -220,6 +220,31 @@ fn a_request_in_chunks_arrives_whole_with_its_trailers() {
 }
 
 #[test]
+fn an_answer_may_come_before_the_request_has_ended() {
+    let upstream = Upstream::start();
+    let proxy = Proxy::start(&upstream, "");
+    let request =
+        ask("POST", "/upload").line("Content-Length", "1000000").body("x").order("early status=413");
+    let mut connection = request.open(&proxy);
+    assert_eq!(connection.answer().refusal(), (413, "not refused"));
+}
+
+#[test]
+fn an_old_client_is_served_and_given_its_replay() {
+    let upstream = Upstream::start();
+    let proxy = Proxy::start(&upstream, "");
+    let request =
+        b"POST /x HTTP/1.0\r\nIdempotency-Key: k\r\nx-do: chunked size=23\r\nContent-Length: 1\r\n\r\nx";
+    for replayed in [false, true] {
+        let mut connection = Connection::open(proxy.addr).unwrap();
+        connection.write(request).unwrap();
+        let answer = connection.answer();
+        assert_eq!((answer.status, answer.replayed(), answer.body.len()), (201, replayed, 23));
+        assert_eq!(answer.header("transfer-encoding"), None, "it knows no chunks");
+    }
+}
+
+#[test]
 fn no_limit_of_guarded_requests_touches_others() {
     let upstream = Upstream::start();
     let config = "[defaults]\ntimeout = \"100ms\"\nlease = \"200ms\"\nrequest_timeout = \"100ms\"\n\
