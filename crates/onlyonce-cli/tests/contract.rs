@@ -12,7 +12,7 @@
 //! | yoyowallet/django-idempotency-key#60 | `keys_do_not_wait_for_each_other` |
 //! | apache/camel PR 2943 | startup: `a_file_that_is_not_a_store_of_ours_is_refused_and_left_alone` |
 //! | VilledeMontreal/express-idempotency#32 | crash: `a_key_whose_holder_was_killed_runs_again_after_its_lease` |
-//! | KanishJebaMathewM/Truxify#4623, Laravel #53342 | layer: `a_holder_that_lost_its_lease_never_overwrites` |
+//! | KanishJebaMathewM/Truxify#4623, Laravel #53342 | instances: `a_holder_that_stalled_past_its_lease_does_not_overwrite_its_successor` |
 //! | KanishJebaMathewM/Truxify#4622 | `an_answer_that_breaks_off_is_never_passed_off_as_whole`, the tests of 3.4 |
 //! | powertools-lambda-python#4759 | core: `tests/boundaries.rs` |
 //! | caura-ai/caura#1629 | `a_caller_that_hangs_up_does_not_stop_the_work` |

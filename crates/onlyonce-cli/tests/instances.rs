@@ -6,7 +6,7 @@ mod support;
 use std::collections::BTreeSet;
 use std::thread;
 
-use support::{Proxy, Setup, Upstream, millis, post, until};
+use support::{Proxy, Setup, Upstream, post, until};
 
 const KEYS: usize = 40;
 
@@ -83,10 +83,12 @@ fn when_one_is_killed_the_other_takes_over_after_the_lease() {
 #[test]
 fn a_holder_that_stalled_past_its_lease_does_not_overwrite_its_successor() {
     let upstream = Upstream::start();
-    let (one, two) = pair(&upstream, "[defaults]\ntimeout = \"1500ms\"\nlease = \"2s\"\n");
-    let first = post("k").order("after=1200").start(&one);
-    until("the first has had its effect", || upstream.effects() == 1);
-    // As long as it is stopped, so are its timers.
+    let config = "[defaults]\ntimeout = \"1500ms\"\nlease = \"2s\"\nstream_after = \"0s\"\n";
+    let (one, two) = pair(&upstream, config);
+    let mut first = post("k").order("size=46 chunked pieces=2 pause=4000").open(&one);
+    first.head().unwrap();
+    assert!(first.until(b"w\r\n").is_some(), "its answer is on the way");
+    // As long as it is stopped, it renews nothing.
     one.signal(rustix::process::Signal::STOP);
     let mut taken = None;
     until("the other takes over", || {
@@ -98,9 +100,9 @@ fn a_holder_that_stalled_past_its_lease_does_not_overwrite_its_successor() {
     one.signal(rustix::process::Signal::CONT);
     let taken = taken.unwrap();
     assert_eq!(taken.sent("idempotency-attempt"), ["2"]);
-    let stalled = first.join().unwrap();
-    assert!(stalled.status == 201 || stalled.status == 504, "{stalled:?}");
-    thread::sleep(millis(300));
+    assert!(first.until(b"0\r\n\r\n").is_some(), "its caller gets the real answer");
+    until("the loss is counted", || one.metric("onlyonce_lost_leases_total") == 1.0);
+    assert!(one.stderr().contains("its record stands"), "and logged: {}", one.stderr());
     for proxy in [&one, &two] {
         let replay = post("k").send(proxy);
         assert_eq!((replay.replayed(), &replay.body), (true, &taken.body));

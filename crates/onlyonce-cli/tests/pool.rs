@@ -227,13 +227,19 @@ fn a_connection_that_is_accepted_and_closed_is_tried_once() {
         }
     });
     let fickle = Fickle { addr, wire };
-    let proxy = fickle.proxy();
+    let config = "[defaults]\ntimeout = \"2s\"\nlease = \"60s\"\n";
+    let proxy = Setup::new(format!("http://{addr}")).config(config).start();
     for round in 0..20 {
         let key = format!("key-{round}");
         let answer = post(&key).send(&proxy);
-        let (status, code) = answer.refusal();
-        assert_eq!(status, 502, "{code}");
-        assert!(fickle.sent(&key) <= usize::from(code == "upstream-lost"), "{key}: {code}");
+        // hyper can lose a request that it is handed at the moment at which it finds the connection closed
+        // (hyperium/hyper#4122): nothing is sent then, and only the timeout answers.
+        let sent_max = match answer.refusal() {
+            (502, "upstream-lost") => 1,
+            (502, "upstream-unreachable") | (504, "upstream-timeout") => 0,
+            other => panic!("{key}: {other:?}"),
+        };
+        assert!(fickle.sent(&key) <= sent_max, "{key}: {answer:?}");
     }
 }
 
