@@ -15,7 +15,7 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 6] = [
+const RULES: [Rule; 8] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
@@ -31,9 +31,16 @@ const RULES: [Rule; 6] = [
         never: &["axum", "hyper", "tower"],
     },
     Rule {
+        name: "onlyonce-postgres",
+        may: &["onlyonce-core"],
+        may_in_tests: &["onlyonce-conformance", "onlyonce-testkit"],
+        never: &["axum", "hyper", "tower"],
+    },
+    Rule { name: "onlyonce-testkit", may: &[], may_in_tests: &[], never: &["sqlx"] },
+    Rule {
         name: "onlyonce-cli",
-        may: &["onlyonce", "onlyonce-core", "onlyonce-sqlite"],
-        may_in_tests: &["onlyonce-conformance"],
+        may: &["onlyonce", "onlyonce-core", "onlyonce-postgres", "onlyonce-sqlite"],
+        may_in_tests: &["onlyonce-conformance", "onlyonce-testkit"],
         never: &[],
     },
     Rule { name: "xtask", may: &[], may_in_tests: &[], never: &["tokio"] },

@@ -1,0 +1,150 @@
+//! What went wrong, and whether anything was written.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+use onlyonce_core::{StoreError, StoreErrorKind};
+use sqlx::postgres::{PgDatabaseError, PgSeverity};
+
+/// Why a database was not opened.
+#[derive(Debug)]
+pub struct OpenError {
+    kind: OpenErrorKind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// Whose fault an [`OpenError`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenErrorKind {
+    /// The configuration: it will fail again until someone changes it.
+    Refused,
+    /// The circumstances: a server that is away, starting, full or read-only.
+    Failed,
+}
+
+impl OpenError {
+    pub(crate) fn refused(message: impl Into<String>) -> Self {
+        Self { kind: OpenErrorKind::Refused, message: message.into(), source: None }
+    }
+
+    pub(crate) fn failed(message: impl Into<String>) -> Self {
+        Self { kind: OpenErrorKind::Failed, message: message.into(), source: None }
+    }
+
+    pub(crate) fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// Whose fault it is.
+    #[must_use]
+    pub fn kind(&self) -> OpenErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl StdError for OpenError {}
+
+/// The codes of <https://www.postgresql.org/docs/current/errcodes-appendix.html> that matter here.
+pub(crate) mod code {
+    pub(crate) const PROTOCOL_VIOLATION: &str = "08P01";
+    pub(crate) const FEATURE_NOT_SUPPORTED: &str = "0A000";
+    pub(crate) const READ_ONLY: &str = "25006";
+    pub(crate) const NO_SUCH_STATEMENT: &str = "26000";
+    pub(crate) const SERIALIZATION_FAILURE: &str = "40001";
+    pub(crate) const DEADLOCK_DETECTED: &str = "40P01";
+    pub(crate) const INSUFFICIENT_PRIVILEGE: &str = "42501";
+    pub(crate) const DUPLICATE_STATEMENT: &str = "42P05";
+    pub(crate) const INVALID_PASSWORD: &str = "28P01";
+    pub(crate) const INVALID_AUTHORIZATION: &str = "28000";
+    pub(crate) const NO_SUCH_DATABASE: &str = "3D000";
+}
+
+/// What the server said, if it was the server.
+fn said(error: &sqlx::Error) -> Option<&PgDatabaseError> {
+    error.as_database_error().and_then(|error| error.try_downcast_ref())
+}
+
+/// The five characters of SQLSTATE, if the server gave any.
+pub(crate) fn sqlstate(error: &sqlx::Error) -> Option<&str> {
+    said(error).map(PgDatabaseError::code)
+}
+
+fn is_class(error: &sqlx::Error, classes: &[&str]) -> bool {
+    sqlstate(error).is_some_and(|code| classes.iter().any(|class| code.starts_with(class)))
+}
+
+/// Whether the same call may be sent again: it was undone, or never understood, because of others.
+pub(crate) fn is_passing(error: &sqlx::Error) -> bool {
+    let Some(code) = sqlstate(error) else { return false };
+    // A plan that was prepared before a migration is of the class "feature not supported".
+    let replanned = code == code::FEATURE_NOT_SUPPORTED && error.to_string().contains("cached plan");
+    replanned
+        || matches!(
+            code,
+            code::SERIALIZATION_FAILURE
+                | code::DEADLOCK_DETECTED
+                | code::NO_SUCH_STATEMENT
+                | code::DUPLICATE_STATEMENT
+        )
+}
+
+/// Whether the connection can go on: the server answered, it stays, and it is one that can be written.
+pub(crate) fn is_usable_after(error: &sqlx::Error) -> bool {
+    let Some(said) = said(error) else { return false };
+    let fatal = matches!(said.severity(), PgSeverity::Fatal | PgSeverity::Panic);
+    !fatal && !is_class(error, &["08", "26", "42P05", "0A000", "57P", "58", "XX", code::READ_ONLY])
+}
+
+/// Whether the failure lies in the database as a whole rather than in one call.
+pub(crate) fn is_everywhere(error: &sqlx::Error) -> bool {
+    // Data, constraints, triggers, a lock that was not had in time, a statement that took too long.
+    !is_class(error, &["22", "23", "P0", "55P03", "57014", "54", "40"])
+}
+
+/// Whether an error of a statement outside a transaction means that the statement was undone.
+///
+/// A server that answers with an error has not committed. A pooler answers in the same form when it
+/// lost its server (class 08), and then nobody knows.
+pub(crate) fn is_undone(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Database(_) => !is_class(error, &["08", "57P02"]),
+        sqlx::Error::Encode(_) | sqlx::Error::Configuration(_) => true,
+        _ => false,
+    }
+}
+
+/// The error of a call that was not applied.
+pub(crate) fn not_applied(doing: &str, error: &sqlx::Error) -> StoreError {
+    let kind = if is_class(error, &["XX001", "XX002"]) {
+        StoreErrorKind::Unreadable
+    } else {
+        StoreErrorKind::Unavailable
+    };
+    StoreError::new(kind, format!("Postgres could not {doing}")).with_source(line(error))
+}
+
+/// The error of a call that was sent and not answered.
+pub(crate) fn in_doubt(doing: &str, error: &sqlx::Error) -> StoreError {
+    StoreError::new(StoreErrorKind::Ambiguous, format!("Postgres did not say whether it could {doing}"))
+        .with_source(line(error))
+}
+
+/// The error in one line, with its code.
+pub(crate) fn line(error: &sqlx::Error) -> String {
+    match said(error) {
+        Some(said) => format!("{} ({})", said.message().replace('\n', " "), said.code()),
+        None => error.to_string().replace('\n', " "),
+    }
+}

@@ -1,0 +1,14 @@
+//! Private Postgres and PgBouncer servers, and a TCP proxy that misbehaves, for tests.
+//!
+//! Servers listen on 127.0.0.1 only, keep their files in a temporary folder, and end with the process that
+//! started them, however that ends. What is missing is installed where that is possible (as root, with
+//! apt-get); otherwise the test fails with the reason. Nothing is ever skipped.
+
+mod pgbouncer;
+mod postgres;
+mod proxy;
+mod system;
+
+pub use pgbouncer::PgBouncer;
+pub use postgres::Postgres;
+pub use proxy::Proxy;
