@@ -53,6 +53,8 @@ mod options;
 mod reader;
 mod schema;
 mod sql;
+#[cfg(test)]
+mod tests;
 mod writer;
 
 use std::sync::{Arc, PoisonError, RwLock};

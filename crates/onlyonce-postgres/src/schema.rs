@@ -175,12 +175,17 @@ fn literal(text: &str) -> String {
 
 async fn look(target: &Target, connection: &mut PgConnection) -> Result<Option<Version>, OpenError> {
     let explain = |error: sqlx::Error| target.explain(&error);
-    let table = format!("{}.schema_versions", quoted(&target.schema));
-    let exists = format!("SELECT to_regclass({}) IS NOT NULL", literal(&table));
+    // From the catalog and not by `to_regclass`: that may answer from before the migration lock was won.
+    let exists = format!(
+        "SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n \
+         ON n.oid = c.relnamespace WHERE n.nspname = {} AND c.relname = 'schema_versions')",
+        literal(&target.schema)
+    );
     let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(exists))).await.map_err(explain)?;
     if !row.try_get::<bool, _>(0).map_err(explain)? {
         return Ok(None);
     }
+    let table = format!("{}.schema_versions", quoted(&target.schema));
     let newest = format!("SELECT version, compatible_from FROM {table} ORDER BY version DESC LIMIT 1");
     let row = connection.fetch_optional(sqlx::raw_sql(AssertSqlSafe(newest))).await.map_err(explain)?;
     let Some(row) = row else { return Ok(None) };
@@ -232,7 +237,10 @@ async fn migrate_locked(target: &Target, connection: &mut PgConnection) -> Resul
     }
     // Asked first, because creating a schema wants a privilege even where the schema exists.
     let schema = quoted(&target.schema);
-    let exists = format!("SELECT to_regnamespace({}) IS NOT NULL", literal(&schema));
+    let exists = format!(
+        "SELECT EXISTS (SELECT FROM pg_catalog.pg_namespace WHERE nspname = {})",
+        literal(&target.schema)
+    );
     let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(exists))).await.map_err(explain)?;
     let mut sql = String::new();
     if !row.try_get::<bool, _>(0).map_err(explain)? {

@@ -28,8 +28,6 @@ const COLUMNS: &str = "id, fingerprint_target, fingerprint_body, revision, attem
 
 /// The statements, for one schema.
 pub(crate) struct Sql {
-    /// `"schema".idempotency_keys`.
-    pub(crate) table: String,
     pub(crate) insert: Arc<str>,
     pub(crate) replace: Arc<str>,
     pub(crate) write_many: Arc<str>,
@@ -100,7 +98,6 @@ impl Sql {
             read: read(&table).into(),
             sweep: sweep(&table).into(),
             list: list(&table),
-            table,
         }
     }
 }

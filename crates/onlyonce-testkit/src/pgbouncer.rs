@@ -25,15 +25,23 @@ impl PgBouncer {
     /// With the reason if it does not start.
     #[must_use]
     pub fn start(server: &Postgres, settings: &str) -> Self {
+        Self::start_before(server.port(), settings)
+    }
+
+    /// Starts one in front of this port of 127.0.0.1, such as a [`Proxy`](crate::Proxy)'s.
+    ///
+    /// # Panics
+    /// With the reason if it does not start.
+    #[must_use]
+    pub fn start_before(server_port: u16, settings: &str) -> Self {
         let program = system::pgbouncer();
         let folder = system::folder("onlyonce-pgbouncer-");
         let port = system::free_port();
         let configuration = folder.join("pgbouncer.ini");
         let text = format!(
-            "[databases]\n* = host=127.0.0.1 port={} user=postgres\n\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
+            "[databases]\n* = host=127.0.0.1 port={server_port} user=postgres\n\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
              listen_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\
              default_pool_size = 4\nmax_client_conn = 1000\nlogfile = {}\nadmin_users = postgres\n{settings}\n",
-            server.port(),
             folder.join("log").display(),
         );
         system::write(&configuration, &text);
