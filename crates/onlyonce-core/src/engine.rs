@@ -6,8 +6,8 @@
 //! | an execution | 2: claim, outcome |
 //! | a take-over of an expired or lapsed key | 3 |
 //!
-//! A write whose answer was lost is settled by reading: every write carries a fresh random revision,
-//! so it is in the store or it is not.
+//! A write whose answer the store lost is settled by reading: every write carries a fresh random revision,
+//! so it is in the store or it is not. A claim that took too long is not: the store may take it back.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,27 +69,21 @@ impl Engine {
         let id = operation.id();
         let mut seen: Option<Seen> = None;
         for _ in 0..CLAIM_ROUNDS_MAX {
-            let revision = fresh_revision();
-            // Before the call, so that the holder's idea of its lease ends no later than the store's.
-            let asked_at = Instant::now();
-            let (written, write) = match &seen {
-                None => {
-                    let write = machine::grant(fingerprint, revision, policy);
-                    let inserted = in_time(self.store.insert(operation, write.clone())).await;
-                    let written = inserted.map(|inserted| match inserted {
-                        Inserted::New(at) => Replaced::Written(at),
-                        Inserted::Exists(seen) => Replaced::Lost(Some(seen)),
-                    });
-                    (written, write)
-                }
+            let revision = Revision::fresh();
+            let (expected, write) = match &seen {
+                None => (None, machine::grant(fingerprint, revision, policy)),
                 Some(seen) => match machine::claim(seen, fingerprint, revision, policy) {
                     Claim::Replay(outcome) => return Ok(Claimed::Replay(outcome)),
                     Claim::Refuse(refusal) => return Ok(Claimed::Refused(refusal)),
-                    Claim::Take { expected, write } => {
-                        (in_time(self.store.replace(id, expected, write.clone())).await, write)
-                    }
+                    Claim::Take { expected, write } => (Some(expected), write),
                 },
             };
+            // Before the call, so that the holder's idea of its lease ends no later than the store's.
+            let asked_at = Instant::now();
+            let writing = self.write(operation, expected, write.clone());
+            // A call that is late is dropped, and the store may then take back what it wrote: a grant
+            // that a read would still find must not be acted on.
+            let Ok(written) = timeout(CALL_TIME_MAX, writing).await else { return Err(late()) };
             let held = match written {
                 Ok(Replaced::Written(at)) => write.at(at),
                 Ok(Replaced::Lost(found)) => {
@@ -121,6 +115,21 @@ impl Engine {
             return Ok(Claimed::Execute(grant));
         }
         Err(StoreError::new(StoreErrorKind::Unavailable, "too many writers compete for the key"))
+    }
+
+    async fn write(
+        &self,
+        operation: &Operation,
+        expected: Option<Revision>,
+        write: Write,
+    ) -> Result<Replaced, StoreError> {
+        match expected {
+            Some(expected) => self.store.replace(operation.id(), expected, write).await,
+            None => Ok(match self.store.insert(operation, write).await? {
+                Inserted::New(at) => Replaced::Written(at),
+                Inserted::Exists(seen) => Replaced::Lost(Some(seen)),
+            }),
+        }
     }
 }
 
@@ -163,7 +172,7 @@ impl Grant {
     /// When the store does not answer. The lease then ends when it would have ended, and the grant
     /// can still be renewed or finished.
     pub async fn renew(&mut self) -> Result<bool, StoreError> {
-        let revision = fresh_revision();
+        let revision = Revision::fresh();
         loop {
             let asked_at = Instant::now();
             let write = machine::renew(&self.held, revision, &self.policy);
@@ -187,7 +196,7 @@ impl Grant {
     /// When the store did not take the write before the lease ended. The work is done; the key stays
     /// held until the store's clock says that the lease is over.
     pub async fn finish(mut self, verdict: Verdict) -> Result<Finished, StoreError> {
-        let revision = fresh_revision();
+        let revision = Revision::fresh();
         let finish = machine::finish(&self.held, verdict, revision, &self.policy);
         let mut waits = Backoff::new(RETRY_FIRST, RETRY_CEILING);
         let mut removal_in_doubt = false;
@@ -266,16 +275,19 @@ impl std::fmt::Debug for Grant {
 }
 
 async fn in_time<T>(call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-    timeout(CALL_TIME_MAX, call).await.unwrap_or_else(|_| {
-        Err(StoreError::new(
-            StoreErrorKind::Ambiguous,
-            format!("the store did not answer within {CALL_TIME_MAX:?}"),
-        ))
-    })
+    timeout(CALL_TIME_MAX, call).await.unwrap_or_else(|_| Err(late()))
 }
 
-fn fresh_revision() -> Revision {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).expect("the operating system has a source of randomness");
-    Revision(u128::from_be_bytes(bytes))
+fn late() -> StoreError {
+    StoreError::new(StoreErrorKind::Ambiguous, format!("the store did not answer within {CALL_TIME_MAX:?}"))
+}
+
+impl Revision {
+    /// One that no other write has, from the operating system's randomness.
+    #[must_use]
+    pub fn fresh() -> Self {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).expect("the operating system has a source of randomness");
+        Self(u128::from_be_bytes(bytes))
+    }
 }

@@ -93,11 +93,61 @@ fn resolve(mode: BodyMode, content_type: &str) -> BodyMode {
 
 /// Adds nothing and returns `None` unless the body is I-JSON (RFC 7493), as the canonical form demands.
 fn json(digest: &mut Sha256, body: &[u8]) -> Option<()> {
+    if !numbers(body).all(survives_as_double) {
+        return None;
+    }
     let IJson(value) = serde_json::from_slice(body).ok()?;
     let canonical = serde_json_canonicalizer::to_vec(&value).ok()?;
     digest.part(b"json");
     digest.part(&canonical);
     Some(())
+}
+
+/// The number literals of a JSON text; of any other text, something.
+fn numbers(body: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = body;
+    std::iter::from_fn(move || {
+        let mut in_string = false;
+        let mut at = 0;
+        while let Some(byte) = rest.get(at) {
+            match byte {
+                b'\\' if in_string => at += 1,
+                b'"' => in_string = !in_string,
+                b'-' | b'0'..=b'9' if !in_string => {
+                    let literal = &rest[at..];
+                    let end = literal.iter().position(|byte| !b"+-.eE0123456789".contains(byte));
+                    let (literal, later) = literal.split_at(end.unwrap_or(literal.len()));
+                    rest = later;
+                    return Some(literal);
+                }
+                _ => {}
+            }
+            at += 1;
+        }
+        None
+    })
+}
+
+/// A double tells any two decimals of so many significant digits apart.
+const DOUBLE_DIGITS: usize = 15;
+
+/// Whether no other literal that survives has the same double. Integers have a rule of their own, see
+/// [`IJson`].
+fn survives_as_double(literal: &[u8]) -> bool {
+    let (mantissa, exponent) = match literal.iter().position(|byte| matches!(byte, b'e' | b'E')) {
+        Some(at) => (&literal[..at], true),
+        None => (literal, false),
+    };
+    if !exponent && !mantissa.contains(&b'.') {
+        return true;
+    }
+    let digits: Vec<u8> = mantissa.iter().copied().filter(u8::is_ascii_digit).collect();
+    let leading = digits.iter().take_while(|digit| **digit == b'0').count();
+    let trailing = digits[leading..].iter().rev().take_while(|digit| **digit == b'0').count();
+    let significant = digits.len() - leading - trailing;
+    let value = std::str::from_utf8(literal).ok().and_then(|literal| literal.parse::<f64>().ok());
+    // Below the normal range a double has fewer digits, and then none.
+    significant == 0 || (significant <= DOUBLE_DIGITS && value.is_some_and(f64::is_normal))
 }
 
 /// Adds nothing and returns `None` if an escape does not decode to UTF-8.
@@ -147,7 +197,7 @@ fn boundary(content_type: &str) -> Option<&str> {
     (!value.is_empty()).then_some(value)
 }
 
-/// JSON without repeated members and without numbers that a double cannot tell apart.
+/// JSON without repeated members and without integers that a double cannot tell apart.
 struct IJson(Value);
 
 /// Beyond this a double skips integers, so two amounts could have one canonical form.
@@ -275,6 +325,8 @@ mod tests {
         assert!(json(r#"{"a":1,"b":[true,null]}"#, " { \"b\" : [ true , null ] , \"a\" : 1.0 } "));
         assert!(json(r#""\u00e9""#, "\"\u{e9}\""));
         assert!(json("1e2", "100"));
+        assert!(json("0.5000000000000000000", "5e-1"));
+        assert!(json(r#"["\"1.00000000000000000001", 0.10]"#, r#"["\"1.00000000000000000001",0.1]"#));
         assert!(!json("[1,2]", "[2,1]"));
         assert!(!json(r#"{"a":1}"#, r#"{"a":"1"}"#));
         assert!(!json(r#"{"a":null}"#, "{}"));
@@ -289,6 +341,11 @@ mod tests {
             ("9007199254740993", "9007199254740992"),
             ("9007199254740993.0", "9007199254740992.0"),
             ("-9007199254740994", " -9007199254740994"),
+            (r#"{"amount":123456789012345.671}"#, r#"{"amount":123456789012345.672}"#),
+            ("0.1", "0.10000000000000000001"),
+            ("0", "1e-400"),
+            ("-0.0", "-1e-400"),
+            ("1.2345678901e-320", "1.2345678902e-320"),
             ("1e400", " 1e400"),
             (r#""\ud800""#, r#" "\ud800""#),
             ("{", "{ "),

@@ -153,9 +153,9 @@ async fn run<W: Writer>(
 
 /// Takes what may be written now, in the order in which rows are locked.
 fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) -> Vec<Job> {
-    // Nobody waits for these any more. A claim must not be made for a caller that has left; the
-    // other calls finish work that is done.
-    waiting.retain(|job| !(job.reply.is_closed() && matches!(job.call, Call::Insert(..))));
+    // Nobody waits for these any more. A grant must not be given to a caller that has left; the other
+    // calls finish work that is done.
+    waiting.retain(|job| !(job.reply.is_closed() && job.call.write().is_some_and(Write::is_grant)));
     let mut batch: Vec<Job> = Vec::new();
     for job in std::mem::take(waiting) {
         let ready = batch.len() < calls_max && !ids_held.contains(&job.call.id());
@@ -177,10 +177,10 @@ async fn write<W: Writer>(mut writer: W, batch: Vec<Job>, sender: mpsc::WeakSend
     }
     let mut orphans = Vec::new();
     for ((call, reply), result) in calls.into_iter().zip(replies).zip(results) {
-        let release = match (call, &result) {
-            (Call::Insert(operation, write), Ok(Reply::Inserted(Inserted::New(_)))) => {
-                Some(Call::Remove(operation.id(), write.revision))
-            }
+        let applied =
+            matches!(result, Ok(Reply::Inserted(Inserted::New(_)) | Reply::Replaced(Replaced::Written(_))));
+        let release = match call.write() {
+            Some(write) if applied && write.is_first_grant() => Some(Call::Remove(call.id(), write.revision)),
             _ => None,
         };
         let orphan = Orphan { release, jobs: sender.clone() };
@@ -202,6 +202,13 @@ impl Call {
         match self {
             Self::Insert(operation, _) => operation.id(),
             Self::Replace(id, ..) | Self::Remove(id, _) => *id,
+        }
+    }
+
+    fn write(&self) -> Option<&Write> {
+        match self {
+            Self::Insert(_, write) | Self::Replace(_, _, write) => Some(write),
+            Self::Remove(..) => None,
         }
     }
 }
@@ -254,13 +261,14 @@ mod tests {
     use std::task::{Context, Waker};
     use std::time::Duration;
 
+    use bytes::Bytes;
     use tokio::sync::Semaphore;
     use tokio::task::JoinHandle;
     use tokio::time::sleep;
 
     use super::*;
     use crate::machine::{self, Lapse, Policy};
-    use crate::record::Fingerprint;
+    use crate::record::{Fingerprint, NewState, Outcome, Timestamp};
     use crate::{Key, MemoryStore, Store};
 
     /// Writes to memory; each batch waits for a permit, as for a commit.
@@ -317,6 +325,11 @@ mod tests {
 
     fn operation(key: &str) -> Operation {
         Operation::new("default", "POST /payments", "ann", Key::new(key).expect("a good key"))
+    }
+
+    fn done_write(revision: u128) -> Write {
+        let outcome = Outcome { status: 201, head: Bytes::new(), body: Bytes::new() };
+        Write { state: NewState::Done(outcome), granted_at: Some(Timestamp(0)), ..write(revision) }
     }
 
     fn write(revision: u128) -> Write {
@@ -487,7 +500,7 @@ mod tests {
         }
         let busy = spawn(&group, insert("busy", 1));
         slow.settle().await;
-        let done = spawn(&group, Call::Replace(operation("done").id(), Revision(1), write(2)));
+        let done = spawn(&group, Call::Replace(operation("done").id(), Revision(1), done_write(2)));
         let released = spawn(&group, Call::Remove(operation("released").id(), Revision(1)));
         slow.settle().await;
         leave(done).await;
@@ -497,6 +510,49 @@ mod tests {
         let seen = slow.store.read(operation("done").id()).await.expect("memory answers");
         assert_eq!(seen.expect("stored").record.revision, Revision(2));
         assert!(!slow.holds("released").await);
+    }
+
+    /// Takes the key over from revision 1; as the first attempt, or a later one.
+    fn take_over(key: &str, first: bool) -> Call {
+        let created_at = if first { None } else { Some(Timestamp(0)) };
+        Call::Replace(operation(key).id(), Revision(1), Write { attempt: 2, created_at, ..write(2) })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_take_over_whose_caller_left_in_the_queue_is_not_made() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        for first in [true, false] {
+            let key = format!("{first}");
+            let holder = spawn(&group, insert(&key, 1));
+            slow.commit(1).await;
+            assert!(holder.await.expect("no panic").is_ok());
+            let busy = spawn(&group, insert(&format!("busy {first}"), 1));
+            slow.settle().await;
+            let taker = spawn(&group, take_over(&key, first));
+            slow.settle().await;
+            leave(taker).await;
+            slow.commit(1).await;
+            assert!(busy.await.expect("no panic").is_ok());
+            let seen = slow.store.read(operation(&key).id()).await.expect("memory answers");
+            assert_eq!(seen.expect("stored").record.revision, Revision(1), "first: {first}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_first_take_over_without_its_caller_is_taken_back_and_a_later_one_stays() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 4);
+        for (key, first) in [("first", true), ("later", false)] {
+            let holder = spawn(&group, insert(key, 1));
+            slow.commit(1).await;
+            assert!(holder.await.expect("no panic").is_ok());
+            let taker = spawn(&group, take_over(key, first));
+            slow.settle().await;
+            leave(taker).await;
+            slow.commit(2).await;
+            assert_eq!(slow.holds(key).await, !first, "{key}: the attempt before it may have done the work");
+        }
     }
 
     /// Drops a caller after each number of polls, with the group at each stage in between.

@@ -75,7 +75,11 @@ impl Recorded {
             return Err(UnreadableOutcome::Version(version));
         }
         let kind = head.u8()?;
-        let status = StatusCode::from_u16(outcome.status).map_err(|_| UnreadableOutcome::Damaged)?;
+        // An interim status would not end an answer, and HTTP knows none beyond.
+        let status = StatusCode::from_u16(outcome.status)
+            .ok()
+            .filter(|status| (200..=599).contains(&status.as_u16()))
+            .ok_or(UnreadableOutcome::Damaged)?;
         let recorded = match kind {
             RESPONSE => Self::Response(Response {
                 status,
@@ -197,6 +201,10 @@ mod tests {
         for bytes in 0..whole.head.len() {
             let cut = Outcome { head: whole.head.slice(..bytes), ..whole.clone() };
             assert!(Recorded::decode(&cut).is_err(), "{bytes} bytes");
+        }
+        for status in [0, 99, 100, 101, 600, 999] {
+            let odd = Outcome { status, ..whole.clone() };
+            assert!(Recorded::decode(&odd).is_err(), "status {status}");
         }
         let mut longer = whole.head.to_vec();
         longer.push(0);

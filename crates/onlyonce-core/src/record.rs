@@ -132,6 +132,19 @@ pub enum NewState {
 }
 
 impl Write {
+    /// Whether this write starts an attempt: somebody is to run the work when it is applied.
+    #[must_use]
+    pub fn is_grant(&self) -> bool {
+        matches!(self.state, NewState::Running { .. }) && self.granted_at.is_none()
+    }
+
+    /// Whether it starts the first attempt of a key that was free. Undone before the work has run, it
+    /// leaves nothing behind; a later attempt would leave a key that looks as if it had never been tried.
+    #[must_use]
+    pub fn is_first_grant(&self) -> bool {
+        self.is_grant() && self.created_at.is_none()
+    }
+
     /// The record this write leaves in a store whose clock says `now`.
     ///
     /// Every store computes its columns from this, so that the rules of time stand in one place.

@@ -18,8 +18,10 @@ use crate::record::{Record, Revision, Seen, Timestamp, Write};
 ///
 /// # Cancellation
 ///
-/// A caller may drop any of these futures at any point. The write may then have been applied or not,
-/// but it must be whole, and no connection may be left inside a transaction.
+/// A caller may drop any of these futures at any point. The write may then have been applied or not, or
+/// be applied later, but it must be whole, and no connection may be left inside a transaction. A grant
+/// whose future was dropped may also be taken back later; whoever dropped it must not act on it, even if
+/// a read shows it.
 ///
 /// # Errors
 ///
