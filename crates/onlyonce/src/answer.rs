@@ -17,10 +17,9 @@ use onlyonce_core::{Grant, Recorded, StoreError, Verdict, outcome};
 use tokio::time::{Instant, sleep_until};
 use tracing::{debug, warn};
 
-use crate::body::{BoxError, Relay, ResponseBody};
+use crate::body::{BoxError, Collected, PAUSED, Relay, ResponseBody};
 use crate::headers;
 use crate::problem::Code;
-use crate::service::joined;
 use crate::work::{Job, Reply};
 
 pub(crate) struct Answer<ResB, E> {
@@ -30,20 +29,19 @@ pub(crate) struct Answer<ResB, E> {
     caller: CallerSide<ResB, E>,
     held: Held,
     renew_at: Option<Instant>,
-    /// What has arrived, and how many pieces of it were passed on.
-    pieces: Vec<Bytes>,
-    pieces_passed: usize,
-    bytes: usize,
+    /// What has arrived, and how many bytes of it were passed on.
+    collected: Collected,
+    bytes_passed: usize,
     content_length: Option<usize>,
     trailers: HeaderMap,
     idle_at: Instant,
 }
 
 enum CallerSide<ResB, E> {
-    /// Has not been sent anything; is shown the beginning at that moment.
+    /// Has not been sent anything; is shown the beginning at that moment, if there is one.
     Waiting {
         reply: Reply<ResB, E>,
-        stream_at: Instant,
+        stream_at: Option<Instant>,
     },
     Reading(Relay),
     /// Hung up, or was told 504. The gathering goes on until then.
@@ -86,20 +84,20 @@ where
         let now = Instant::now();
         let (head, body) = response.into_parts();
         let lease = job.settings.lease();
-        let stream_after = match headers::is_event_stream(&head.headers) {
-            true => Duration::ZERO,
-            false => job.settings.stream_after,
+        let stream_at = match headers::is_event_stream(&head.headers) {
+            true => Some(now),
+            false if job.ends_by_closing => None,
+            false => Some(now + job.settings.stream_after),
         };
         Self {
             caller: match reply {
-                Some(reply) => CallerSide::Waiting { reply, stream_at: now + stream_after },
+                Some(reply) => CallerSide::Waiting { reply, stream_at },
                 None => CallerSide::Gone { until: now + lease },
             },
+            renew_at: Some(renew_at(&grant, lease)),
             held: Held::Grant(grant),
-            renew_at: Some(now + lease / RENEW_AFTER),
-            pieces: Vec::new(),
-            pieces_passed: 0,
-            bytes: 0,
+            collected: Collected::default(),
+            bytes_passed: 0,
             content_length: headers::content_length(&head.headers),
             trailers: HeaderMap::new(),
             idle_at: now + job.settings.idle_timeout,
@@ -120,12 +118,11 @@ where
                 Event::Frame(frame) => match frame.into_data() {
                     Ok(data) if data.is_empty() => {}
                     Ok(data) => {
-                        self.bytes += data.len();
-                        self.pieces.push(data);
-                        if self.bytes > bytes_max {
+                        self.collected.push(data.clone());
+                        if self.collected.len() > bytes_max {
                             return self.not_kept().await;
                         }
-                        self.pass_on();
+                        self.pass_on(data);
                     }
                     Err(frame) => self.trailers.extend(frame.into_trailers().unwrap_or_default()),
                 },
@@ -152,7 +149,7 @@ where
             return Event::End;
         }
         let stream_at = match &self.caller {
-            CallerSide::Waiting { stream_at, .. } => Some(*stream_at),
+            CallerSide::Waiting { stream_at, .. } => *stream_at,
             _ => None,
         };
         if stream_at.is_some_and(|at| at <= Instant::now()) {
@@ -177,10 +174,10 @@ where
 
     /// Everything is here: records it, and then lets the caller see the end.
     async fn kept(mut self) {
-        let body = joined(self.pieces.clone(), self.bytes);
+        let body = self.collected.into_bytes();
         let recorded = Recorded::Response(outcome::Response {
             status: self.head.status,
-            headers: headers::recorded(&self.head.headers, self.job.settings.record_cookies),
+            headers: headers::recorded_headers(&self.head.headers, self.job.settings.record_cookies),
             body: body.clone(),
             trailers: self.trailers.clone(),
         });
@@ -192,7 +189,7 @@ where
                 self.job.send(&mut Some(reply), response);
             }
             CallerSide::Reading(relay) => {
-                self.pieces.drain(self.pieces_passed..).for_each(|piece| relay.pass(Frame::data(piece)));
+                relay.pass_data(body.slice(self.bytes_passed..));
                 if !self.trailers.is_empty() {
                     relay.pass(Frame::trailers(self.trailers));
                 }
@@ -211,7 +208,7 @@ where
             head: self.head,
             body: self.body,
             caller: self.caller,
-            unsent: self.pieces.into_iter().skip(self.pieces_passed).collect(),
+            unsent: self.collected.into_bytes().slice(self.bytes_passed..),
         }
     }
 
@@ -244,18 +241,17 @@ where
         {
             self.job.send(&mut Some(reply), Response::from_parts(self.head.clone(), body));
         }
-        self.pass_on();
+        self.pass_on(self.collected.copy());
     }
 
-    /// Passes on what has arrived, but not the last bytes of a known length.
-    fn pass_on(&mut self) {
+    /// Passes on what has just arrived, but not the last bytes of a known length.
+    fn pass_on(&mut self, data: Bytes) {
         let CallerSide::Reading(relay) = &self.caller else { return };
-        let whole = self.content_length.is_some_and(|length| self.bytes >= length);
-        let until = if whole { self.pieces.len().saturating_sub(1) } else { self.pieces.len() };
-        for piece in self.pieces.get(self.pieces_passed..until).unwrap_or_default() {
-            relay.pass(Frame::data(piece.clone()));
+        let whole = self.content_length.is_some_and(|length| self.collected.len() >= length);
+        if !whole {
+            self.bytes_passed += data.len();
+            relay.pass_data(data);
         }
-        self.pieces_passed = self.pieces_passed.max(until);
     }
 
     fn renew(&mut self) {
@@ -271,11 +267,10 @@ where
     }
 
     fn renewed(&mut self, (grant, renewed): Renewed) {
-        self.held = Held::Grant(grant);
         let lease = self.job.settings.lease();
         let operation = self.job.operation.id();
         self.renew_at = match renewed {
-            Ok(true) => Some(Instant::now() + lease / RENEW_AFTER),
+            Ok(true) => Some(renew_at(&grant, lease)),
             Ok(false) => {
                 warn!(%operation, "the lease was lost while the answer was still coming");
                 None
@@ -285,6 +280,7 @@ where
                 Some(Instant::now() + lease / RENEW_AGAIN_AFTER)
             }
         };
+        self.held = Held::Grant(grant);
     }
 }
 
@@ -294,7 +290,7 @@ struct Unkept<ResB, E> {
     head: response::Parts,
     body: Pin<Box<ResB>>,
     caller: CallerSide<ResB, E>,
-    unsent: Vec<Bytes>,
+    unsent: Bytes,
 }
 
 impl<ResB, E> Unkept<ResB, E>
@@ -320,7 +316,7 @@ where
             }
         };
         if let Some(relay) = &relay {
-            self.unsent.into_iter().for_each(|piece| relay.pass(Frame::data(piece)));
+            relay.pass_data(self.unsent);
         }
         let hung_up = async || match &relay {
             Some(relay) => relay.closed().await,
@@ -349,8 +345,6 @@ where
     }
 }
 
-const PAUSED: &str = "the answer paused for longer than idle_timeout";
-
 /// The lease is renewed after this part of it, so that there is time to try again.
 const RENEW_AFTER: u32 = 3;
 
@@ -365,6 +359,12 @@ impl Held {
             Self::Renewing(renewing) => renewing.await.0,
         }
     }
+}
+
+/// When the first third of the lease is over. An answer whose head took longer is renewed at once.
+fn renew_at(grant: &Grant, lease: Duration) -> Instant {
+    let left_over = lease - lease / RENEW_AFTER;
+    grant.lease_ends().checked_sub(left_over).unwrap_or_else(Instant::now)
 }
 
 async fn renewal(held: &mut Held, due: Option<Instant>) -> Event {

@@ -3,12 +3,17 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Instant, Sleep};
+
+/// Why an answer is cut off that pauses.
+pub(crate) const PAUSED: &str = "the answer paused for longer than idle_timeout";
 
 /// Any error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -82,6 +87,7 @@ pin_project! {
     #[project = ResponseKindProj]
     enum ResponseKind<B> {
         Inner { #[pin] body: B },
+        Limited { #[pin] body: B, idle: Pin<Box<Sleep>>, idle_timeout: Duration, waiting: bool },
         Whole { whole: Whole },
         Relayed { pieces: mpsc::UnboundedReceiver<Piece>, ended: bool },
     }
@@ -94,6 +100,12 @@ impl<B> ResponseBody<B> {
 
     pub(crate) fn whole(data: Bytes, trailers: HeaderMap) -> Self {
         Self { kind: ResponseKind::Whole { whole: Whole::new(data, trailers) } }
+    }
+
+    /// The inner service's own, cut off when it pauses for too long.
+    pub(crate) fn limited(body: B, idle_timeout: Duration) -> Self {
+        let idle = Box::pin(tokio::time::sleep(idle_timeout));
+        Self { kind: ResponseKind::Limited { body, idle, idle_timeout, waiting: false } }
     }
 
     /// A body that is fed by a [`Relay`].
@@ -118,6 +130,18 @@ where
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().kind.project() {
             ResponseKindProj::Inner { body } => body.poll_frame(cx).map_err(Into::into),
+            ResponseKindProj::Limited { body, idle, idle_timeout, waiting } => {
+                let polled = body.poll_frame(cx).map_err(Into::into);
+                // The pause begins when the caller asks for more, not while it is busy.
+                if polled.is_pending() && !*waiting {
+                    idle.as_mut().reset(Instant::now() + *idle_timeout);
+                }
+                *waiting = polled.is_pending();
+                if *waiting && idle.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(Some(Err(PAUSED.into())));
+                }
+                polled
+            }
             ResponseKindProj::Whole { whole } => Poll::Ready(whole.next().map(Ok)),
             ResponseKindProj::Relayed { ended: true, .. } => Poll::Ready(None),
             ResponseKindProj::Relayed { pieces, ended } => {
@@ -144,7 +168,7 @@ where
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            ResponseKind::Inner { body } => body.is_end_stream(),
+            ResponseKind::Inner { body } | ResponseKind::Limited { body, .. } => body.is_end_stream(),
             ResponseKind::Whole { whole } => whole.is_end(),
             ResponseKind::Relayed { ended, .. } => *ended,
         }
@@ -152,7 +176,7 @@ where
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            ResponseKind::Inner { body } => body.size_hint(),
+            ResponseKind::Inner { body } | ResponseKind::Limited { body, .. } => body.size_hint(),
             ResponseKind::Whole { whole } => whole.size_hint(),
             ResponseKind::Relayed { .. } => SizeHint::default(),
         }
@@ -190,6 +214,46 @@ impl Whole {
     }
 }
 
+/// A body that is being gathered, in one piece of memory: small pieces cost no more than their bytes,
+/// and a single piece is not copied.
+#[derive(Default)]
+pub(crate) struct Collected {
+    only: Bytes,
+    joined: BytesMut,
+}
+
+impl Collected {
+    pub(crate) fn push(&mut self, data: Bytes) {
+        if self.len() == 0 {
+            self.only = data;
+            return;
+        }
+        if self.joined.is_empty() {
+            self.joined.extend_from_slice(&std::mem::take(&mut self.only));
+        }
+        self.joined.extend_from_slice(&data);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.only.len() + self.joined.len()
+    }
+
+    /// All of it, copied if it came in several pieces.
+    pub(crate) fn copy(&self) -> Bytes {
+        match self.joined.is_empty() {
+            true => self.only.clone(),
+            false => Bytes::copy_from_slice(&self.joined),
+        }
+    }
+
+    pub(crate) fn into_bytes(self) -> Bytes {
+        match self.joined.is_empty() {
+            true => self.only,
+            false => self.joined.freeze(),
+        }
+    }
+}
+
 /// How many pieces of an answer that is not being recorded may wait for a slow caller.
 const RELAYED_PIECES_MAX: usize = 8;
 
@@ -210,6 +274,13 @@ impl Relay {
     pub(crate) fn pass(&self, frame: Frame<Bytes>) {
         // A caller that hung up is noticed through `closed`.
         let _ = self.sender.send(Piece::Frame { frame, _room: None });
+    }
+
+    /// The same for data, if there is any.
+    pub(crate) fn pass_data(&self, data: Bytes) {
+        if !data.is_empty() {
+            self.pass(Frame::data(data));
+        }
     }
 
     /// Passes a frame on as fast as the caller takes it.

@@ -6,8 +6,21 @@ use std::sync::Arc;
 
 use http::header::{AUTHORIZATION, COOKIE};
 use http::request::Parts;
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
+
+/// Headers whose values are secrets by their names. Of any other it is not known, and a readable caller
+/// is worth much to whoever looks after the keys.
+const CREDENTIALS: [&str; 8] = [
+    "authorization",
+    "proxy-authorization",
+    "cookie",
+    "x-api-key",
+    "api-key",
+    "apikey",
+    "x-auth-token",
+    "x-access-token",
+];
 
 /// How the caller of a request is told.
 #[derive(Clone, Default)]
@@ -18,7 +31,10 @@ pub enum Caller {
     Implicit,
     /// SHA-256 of the Authorization header; without it, the anonymous caller.
     Authorization,
-    /// A header that a trusted gateway sets. A request without it is refused.
+    /// A header that a trusted gateway sets, or that holds an API key. A request without it is refused.
+    /// The value is the readable caller, but SHA-256 of it where the header is for a credential:
+    /// `authorization`, `proxy-authorization`, `cookie`, `x-api-key`, `api-key`, `apikey`, `x-auth-token`,
+    /// `x-access-token`.
     Header(HeaderName),
     /// Everyone is one caller.
     Everyone,
@@ -104,16 +120,17 @@ impl fmt::Debug for Caller {
     }
 }
 
-/// Hashed, so that no credential is ever stored or listed.
 fn authorization(headers: &HeaderMap) -> String {
     let mut values = headers.get_all(AUTHORIZATION).iter().peekable();
-    if values.peek().is_none() {
-        return String::new();
-    }
+    if values.peek().is_none() { String::new() } else { hashed(values.map(HeaderValue::as_bytes)) }
+}
+
+/// Hashed, so that no credential is ever stored or listed.
+fn hashed<'a>(values: impl Iterator<Item = &'a [u8]>) -> String {
     let mut digest = Sha256::new();
     for value in values {
         digest.update((value.len() as u64).to_be_bytes());
-        digest.update(value.as_bytes());
+        digest.update(value);
     }
     let digest = digest.finalize();
     digest.iter().fold("sha256:".to_owned(), |mut text, byte| {
@@ -131,9 +148,45 @@ fn header(headers: &HeaderMap, name: &HeaderName) -> Result<String, CallerError>
         (None, _) => unresolved("is missing; the gateway in front should set it"),
         (Some(_), Some(_)) => unresolved("is there more than once"),
         (Some(value), None) => match value.to_str() {
-            Ok(value) if !value.trim().is_empty() => Ok(value.trim().to_owned()),
+            Ok(value) if !value.trim().is_empty() => {
+                let value = value.trim();
+                let credential = CREDENTIALS.contains(&name.as_str());
+                Ok(if credential { hashed([value.as_bytes()].into_iter()) } else { value.to_owned() })
+            }
             Ok(_) => unresolved("is empty"),
             Err(_) => unresolved("is not printable ASCII"),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(name: &'static str, value: &'static str) -> Result<String, CallerError> {
+        let name = HeaderName::from_static(name);
+        header(&HeaderMap::from_iter([(name.clone(), HeaderValue::from_static(value))]), &name)
+    }
+
+    #[test]
+    fn a_credential_is_hashed_whichever_header_it_comes_in() {
+        for name in CREDENTIALS {
+            let caller = told(name, "hunter2").expect("a caller");
+            assert!(caller.starts_with("sha256:") && !caller.contains("hunter2"), "{name}: {caller}");
+            assert_eq!(told(name, " hunter2 ").expect("a caller"), caller, "white space says nothing");
+            assert_ne!(told(name, "hunter3").expect("a caller"), caller);
+        }
+        let headers = HeaderMap::from_iter([(AUTHORIZATION, HeaderValue::from_static("Bearer x"))]);
+        assert_eq!(
+            told("authorization", "Bearer x").as_ref(),
+            Ok(&authorization(&headers)),
+            "however it is set"
+        );
+    }
+
+    #[test]
+    fn any_other_header_is_the_readable_caller() {
+        assert_eq!(told("x-user-id", " ann "), Ok("ann".to_owned()));
+        assert!(told("x-api-key", "").is_err() && told("x-user-id", " ").is_err());
     }
 }

@@ -42,8 +42,11 @@ fn is_ours(name: &HeaderName) -> bool {
     *name == IDEMPOTENT_REPLAYED || name.as_str().starts_with(OUR_PREFIX)
 }
 
-/// The lines of an answer that every retry is given again.
-pub(crate) fn recorded(headers: &HeaderMap, record_cookies: bool) -> HeaderMap {
+/// The header lines of an answer that every retry is given again; `record_cookies` takes in `Set-Cookie`.
+///
+/// Left out are the lines that belong to one connection or one moment, and those that `Connection` names.
+#[must_use]
+pub fn recorded_headers(headers: &HeaderMap, record_cookies: bool) -> HeaderMap {
     let named_by_connection: Vec<&[u8]> = headers
         .get_all(CONNECTION)
         .iter()
@@ -134,12 +137,12 @@ mod tests {
             ("content-type", "application/json"),
             ("content-encoding", "identity"),
         ]);
-        let kept = recorded(&headers, false);
+        let kept = recorded_headers(&headers, false);
         let names: Vec<_> = kept.keys().map(HeaderName::as_str).collect();
         assert_eq!(names, ["location", "etag", "link", "content-type", "content-encoding"]);
         let links: Vec<_> = kept.get_all("link").iter().collect();
         assert_eq!(links, ["</a>", "</b>, </c>"], "lines are neither joined nor split");
-        assert!(recorded(&headers, true).contains_key("set-cookie"));
+        assert!(recorded_headers(&headers, true).contains_key("set-cookie"));
     }
 
     #[test]

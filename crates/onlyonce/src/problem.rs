@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use onlyonce_core::Refusal;
 
@@ -40,6 +40,8 @@ pub enum Code {
     RequestTooLarge,
     /// The request's body did not arrive in time.
     RequestTooSlow,
+    /// The request's body is malformed, or its connection ended.
+    RequestIncomplete,
     /// A request that asks for an upgrade cannot be replayed.
     NotGuardable,
     /// The store cannot say who holds the key.
@@ -64,6 +66,7 @@ impl Code {
             Self::ResponseNotKept => "response-not-kept",
             Self::RequestTooLarge => "request-too-large",
             Self::RequestTooSlow => "request-too-slow",
+            Self::RequestIncomplete => "request-incomplete",
             Self::NotGuardable => "not-guardable",
             Self::StoreUnavailable => "store-unavailable",
         }
@@ -71,9 +74,11 @@ impl Code {
 
     fn status(self) -> StatusCode {
         match self {
-            Self::KeyMissing | Self::KeyMalformed | Self::CallerUnresolved | Self::NotGuardable => {
-                StatusCode::BAD_REQUEST
-            }
+            Self::KeyMissing
+            | Self::KeyMalformed
+            | Self::CallerUnresolved
+            | Self::RequestIncomplete
+            | Self::NotGuardable => StatusCode::BAD_REQUEST,
             Self::CallerUnverified => StatusCode::UNAUTHORIZED,
             Self::KeyReused => StatusCode::UNPROCESSABLE_ENTITY,
             Self::InProgress | Self::OutcomeUnknown | Self::ResponseNotKept => StatusCode::CONFLICT,
@@ -100,6 +105,7 @@ impl Code {
             Self::ResponseNotKept => "The work was done and its response was not kept",
             Self::RequestTooLarge => "The request body is too large",
             Self::RequestTooSlow => "The request body is too slow",
+            Self::RequestIncomplete => "The request body did not arrive whole",
             Self::NotGuardable => "The request cannot be guarded",
             Self::StoreUnavailable => "The idempotency store is unavailable",
         }
@@ -212,6 +218,10 @@ impl Problem {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         headers.insert(REFUSED, HeaderValue::from_static(code));
+        if status == StatusCode::UNAUTHORIZED {
+            // RFC 9110, section 15.5.2, and RFC 6750, section 3.
+            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer error=\"invalid_token\""));
+        }
         if let Some(after) = self.retry_after {
             headers.insert(RETRY_AFTER, HeaderValue::from(whole_seconds(after)));
         }

@@ -4,9 +4,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, UPGRADE};
-use http::{HeaderMap, HeaderName, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderName, Request, Response, StatusCode, Version};
 use http_body::Body;
 use http_body_util::BodyExt;
 use onlyonce_core::identity::MalformedKey;
@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Instrument;
 
-use crate::body::{BoxError, RequestBody, ResponseBody};
+use crate::body::{BoxError, Collected, RequestBody, ResponseBody};
 use crate::caller::CallerError;
 use crate::layer::Shared;
 use crate::problem::{Code, Problem};
@@ -160,12 +160,13 @@ where
     let counted = &settings.fingerprint_headers;
     let fingerprint = fingerprint::fingerprint(path_and_query, &parts.headers, counted, &body, settings.body);
     let operation = Arc::new(Operation::new(shared.namespace.clone(), endpoint, caller, key));
+    let ends_by_closing = parts.version < Version::HTTP_11;
     let request = Request::from_parts(parts, RequestBody::whole(body, trailers));
 
     // When the caller hangs up, this future is dropped; the work must not be.
     let (reply, answer) = oneshot::channel();
     let tasks = shared.tasks.clone();
-    let job = Job { shared, settings, operation, fingerprint };
+    let job = Job { shared, settings, operation, fingerprint, ends_by_closing };
     tasks.spawn(job.run(inner, request, reply).in_current_span());
     match answer.await {
         Ok(Ok(response)) => Ok(response),
@@ -220,29 +221,27 @@ where
     }
     let reading = async {
         let mut body = std::pin::pin!(body);
-        let mut pieces = Vec::new();
-        let mut bytes = 0;
+        let mut collected = Collected::default();
         let mut trailers = HeaderMap::new();
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| {
                 let error: BoxError = error.into();
                 Problem::new(
-                    Code::RequestTooSlow,
+                    Code::RequestIncomplete,
                     format!("Nothing was done: the request's body did not arrive whole ({error})."),
                 )
             })?;
             match frame.into_data() {
                 Ok(data) => {
-                    bytes += data.len();
-                    if bytes > bytes_max {
+                    collected.push(data);
+                    if collected.len() > bytes_max {
                         return Err(too_large());
                     }
-                    pieces.push(data);
                 }
                 Err(frame) => trailers.extend(frame.into_trailers().unwrap_or_default()),
             }
         }
-        Ok((joined(pieces, bytes), trailers))
+        Ok((collected.into_bytes(), trailers))
     };
     timeout(settings.request_timeout, reading).await.unwrap_or_else(|_| {
         let limit = settings.request_timeout;
@@ -251,16 +250,6 @@ where
             format!("Nothing was done: the request's body did not arrive within {limit:?}."),
         ))
     })
-}
-
-/// One piece of memory; a single piece is not copied.
-pub(crate) fn joined(mut pieces: Vec<Bytes>, bytes: usize) -> Bytes {
-    if pieces.len() <= 1 {
-        return pieces.pop().unwrap_or_default();
-    }
-    let mut whole = BytesMut::with_capacity(bytes);
-    pieces.iter().for_each(|piece| whole.extend_from_slice(piece));
-    whole.freeze()
 }
 
 pin_project! {

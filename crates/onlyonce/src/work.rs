@@ -52,6 +52,9 @@ pub(crate) struct Job {
     pub(crate) settings: Arc<Settings>,
     pub(crate) operation: Arc<Operation>,
     pub(crate) fingerprint: Fingerprint,
+    /// Whether the caller's protocol ends an answer by closing the connection (HTTP/1.0): it could not
+    /// tell a cut answer from a whole one, so it is sent whole ones.
+    pub(crate) ends_by_closing: bool,
 }
 
 impl Job {
@@ -79,7 +82,7 @@ impl Job {
         &self,
         reply: &mut Reply<ResB, E>,
     ) -> Option<Result<Grant, Response<ResponseBody<ResB>>>> {
-        let Self { shared, settings, operation, fingerprint } = self;
+        let Self { shared, settings, operation, fingerprint, .. } = self;
         let policy = settings.policy();
         let wait = match settings.on_concurrent {
             OnConcurrent::Reject => Duration::ZERO,
@@ -140,7 +143,7 @@ impl Job {
         ResB::Error: Into<BoxError>,
     {
         let _in_flight = InFlight::enter();
-        let head_by = Instant::now() + self.settings.timeout;
+        let head_by = (Instant::now() + self.settings.timeout).min(grant.lease_ends());
         let operation = Arc::clone(&self.operation);
         request.extensions_mut().insert(Execution { operation, attempt: grant.attempt() });
         let mut work =
@@ -204,10 +207,16 @@ impl Job {
             Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
             Disposition::Release => {
                 self.record(std::future::ready(grant), Verdict::Release).await;
-                self.send(&mut reply, response.map(ResponseBody::inner));
+                self.pass(&mut reply, response);
             }
-            Disposition::Unknown => self.send(&mut reply, response.map(ResponseBody::inner)),
+            Disposition::Unknown => self.pass(&mut reply, response),
         }
+    }
+
+    /// Passes an answer on that is not recorded.
+    fn pass<ResB, E>(&self, reply: &mut Option<Reply<ResB, E>>, response: Response<ResB>) {
+        let idle_timeout = self.settings.idle_timeout;
+        self.send(reply, response.map(|body| ResponseBody::limited(body, idle_timeout)));
     }
 
     /// Sends the answer, unless one was sent or the caller hung up.
@@ -227,25 +236,17 @@ impl Job {
             Code::UpstreamTimeout => "The service did not answer in time; the work may go on.",
             _ => "The service was sent the request and its answer was lost; the work may have happened.",
         };
-        let lease_left = lease_ends.saturating_duration_since(Instant::now());
-        let seconds = lease_left.as_secs().max(1);
-        refusal(match self.settings.on_lapse {
-            Lapse::Rerun => Problem::new(
-                code,
-                format!(
-                    "{what} A retry with the same key gets its answer if one is recorded, and runs the work again once the \
-                     lease has ended, in {seconds} s."
-                ),
-            )
-            .retry_after(lease_left),
-            Lapse::Hold => Problem::new(
-                code,
-                format!(
-                    "{what} A retry with the same key gets its answer if one is recorded; the work is not run again until \
-                     an operator decides."
-                ),
-            ),
-        })
+        // Told in whole seconds: after the end, not before it.
+        let lease_left = lease_ends.saturating_duration_since(Instant::now()) + Duration::from_secs(1);
+        let seconds = lease_left.as_secs();
+        let then = match self.settings.on_lapse {
+            Lapse::Rerun => format!("runs the work again once the lease has ended, in {seconds} s"),
+            Lapse::Hold => "is refused until an operator decides".to_owned(),
+        };
+        let detail = format!(
+            "{what} A retry with the same key gets its answer if one is recorded; otherwise it {then}."
+        );
+        refusal(Problem::new(code, detail).retry_after(lease_left))
     }
 
     /// Ends the grant and waits for it, but no longer than `record_grace`: the store is then tried on
