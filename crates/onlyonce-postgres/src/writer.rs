@@ -66,7 +66,7 @@ impl Batch<'_> {
                     return self.fail_rest(&StoreError::new(StoreErrorKind::Unavailable, reason));
                 }
             }
-            self.answer_copies();
+            self.answer_foregone();
         }
     }
 
@@ -81,25 +81,23 @@ impl Batch<'_> {
         wave
     }
 
-    /// An insert that follows another of the same key finds what that one left or found.
-    fn answer_copies(&mut self) {
-        for at in 1..self.calls.len() {
-            let (Call::Insert(before, write), Call::Insert(operation, _)) =
-                (&self.calls[at - 1], &self.calls[at])
-            else {
-                continue;
-            };
-            if before.id() != operation.id() || self.answers[at].is_some() {
-                continue;
+    /// Answers what an earlier call of the same key makes certain. All calls of a batch are concurrent, so
+    /// what one of them found or left may be what the next one finds.
+    fn answer_foregone(&mut self) {
+        let mut known: Option<Option<Seen>> = None;
+        for (at, call) in self.calls.iter().enumerate() {
+            if at > 0 && self.calls[at - 1].id() != call.id() {
+                known = None;
             }
-            let seen = match &self.answers[at - 1] {
-                Some(Ok(Reply::Inserted(Inserted::New(now)))) => {
-                    Seen { record: write.clone().at(*now), now: *now }
-                }
-                Some(Ok(Reply::Inserted(Inserted::Exists(seen)))) => seen.clone(),
-                _ => continue,
-            };
-            self.answers[at] = Some(Ok(Reply::Inserted(Inserted::Exists(seen))));
+            match (&self.answers[at], &known) {
+                (Some(Ok(reply)), _) => known = left_by(call, reply),
+                (Some(Err(_)), _) => known = None,
+                (None, Some(stored)) => match foregone(stored.as_ref(), call) {
+                    Some(reply) => self.answers[at] = Some(Ok(reply)),
+                    None => known = None,
+                },
+                (None, None) => {}
+            }
         }
     }
 
@@ -252,6 +250,35 @@ impl Batch<'_> {
             self.answers[*at] = Some(Ok(Reply::Removed(removed.contains(&self.calls[*at].id()))));
         }
         Ok(())
+    }
+}
+
+/// What is stored after this call, if that is known.
+fn left_by(call: &Call, reply: &Reply) -> Option<Option<Seen>> {
+    match (call, reply) {
+        (Call::Insert(_, write), Reply::Inserted(Inserted::New(now)))
+        | (Call::Replace(_, _, write), Reply::Replaced(Replaced::Written(now))) => {
+            Some(Some(Seen { record: write.clone().at(*now), now: *now }))
+        }
+        (_, Reply::Inserted(Inserted::Exists(seen))) => Some(Some(seen.clone())),
+        (_, Reply::Replaced(Replaced::Lost(seen))) => Some(seen.clone()),
+        (_, Reply::Removed(true)) => Some(None),
+        _ => None,
+    }
+}
+
+/// The reply to a call that would write nothing over what is stored.
+fn foregone(stored: Option<&Seen>, call: &Call) -> Option<Reply> {
+    match (call, stored) {
+        (Call::Insert(..), Some(seen)) => Some(Reply::Inserted(Inserted::Exists(seen.clone()))),
+        (Call::Insert(..), None) => None,
+        (Call::Replace(_, expected, _) | Call::Remove(_, expected), Some(seen))
+            if seen.record.revision == *expected =>
+        {
+            None
+        }
+        (Call::Replace(..), stored) => Some(Reply::Replaced(Replaced::Lost(stored.cloned()))),
+        (Call::Remove(..), _) => Some(Reply::Removed(false)),
     }
 }
 
