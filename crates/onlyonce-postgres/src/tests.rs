@@ -122,8 +122,9 @@ fn fill(server: &Postgres, database: &str) {
         &format!(
             "INSERT INTO onlyonce.idempotency_keys (created_at, granted_at, expires_at, sweep_at, lease_until, \
              attempt, id, revision, fingerprint_target, fingerprint_body, namespace, endpoint, caller, key) \
-             SELECT at, at, at, at, at, 1, sha256(n::text::bytea), decode(md5(n::text), 'hex'), sha256(''), sha256(''), \
-             'default', 'POST /payments', 'ann', 'key-' || n FROM (SELECT n, CASE WHEN n <= {ROWS} / 10 \
+             SELECT at, at, at, at, at, 1, number, substr(number, 17), number, number, \
+             'default', 'POST /payments', 'ann', 'key-' || n \
+             FROM (SELECT n, decode(lpad(to_hex(n), 64, '0'), 'hex') AS number, CASE WHEN n <= {ROWS} / 10 \
              THEN n::bigint ELSE (extract(epoch FROM now()) * 1000)::bigint + 86400000 + n END AS at \
              FROM generate_series(1, {ROWS}) AS n) AS numbers"
         ),

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use onlyonce_conformance::{Fault, Faulty, Harness, InspectHarness};
+use onlyonce_conformance::{Harness, InspectHarness};
 use onlyonce_core::{Inspect, Store};
 use onlyonce_postgres::{PostgresOptions, PostgresStore};
 use onlyonce_testkit::{PgBouncer, Postgres};
@@ -96,28 +96,4 @@ mod through_pgbouncer {
         assert!(harness.open().await.facts().await.unwrap().pooled);
         assert!(!PostgresHarness::direct().open().await.facts().await.unwrap().pooled);
     }
-}
-
-/// A decorator over the store passes too.
-mod decorated {
-    use super::*;
-
-    struct Decorated(PostgresHarness);
-
-    #[async_trait]
-    impl Harness for Decorated {
-        async fn store(&self) -> Arc<dyn Store> {
-            Arc::new(Faulty::new(self.0.store().await, Fault::LostAfter, 0..0))
-        }
-
-        async fn other(&self) -> Arc<dyn Store> {
-            Arc::new(Faulty::new(self.0.other().await, Fault::LostAfter, 0..0))
-        }
-
-        async fn pass(&self, time: Duration) {
-            self.0.pass(time).await;
-        }
-    }
-
-    onlyonce_conformance::suite!(Decorated(PostgresHarness::direct()));
 }
