@@ -55,8 +55,31 @@ impl Postgres {
     /// With the reason if it does not start.
     #[must_use]
     pub fn start(settings: &str) -> Self {
-        let programs = system::postgres_folder();
+        Self::start_in(system::folder("onlyonce-postgres-"), settings)
+    }
+
+    /// A server of its own that offers TLS, and its certificate: self-signed, for `localhost` and for no
+    /// address.
+    ///
+    /// # Panics
+    /// With the reason if it does not start.
+    #[must_use]
+    pub fn start_with_tls() -> (Self, PathBuf) {
         let folder = system::folder("onlyonce-postgres-");
+        let (certificate, key) = (folder.join("server.crt"), folder.join("server.key"));
+        let mut openssl = system::unprivileged("openssl");
+        openssl.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]);
+        openssl.args(["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]);
+        openssl.args(["-addext", "basicConstraints=critical,CA:FALSE"]);
+        openssl.arg("-out").arg(&certificate).arg("-keyout").arg(&key).current_dir(&folder);
+        system::run(openssl);
+        let (shown, key) = (certificate.display(), key.display());
+        let settings = format!("ssl = on\nssl_cert_file = '{shown}'\nssl_key_file = '{key}'\n");
+        (Self::start_in(folder, &settings), certificate)
+    }
+
+    fn start_in(folder: PathBuf, settings: &str) -> Self {
+        let programs = system::postgres_folder();
         let data = folder.join("data");
         let mut initdb = system::unprivileged(programs.join("initdb"));
         initdb.args(["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync"]);

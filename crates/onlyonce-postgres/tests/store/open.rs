@@ -185,3 +185,39 @@ async fn a_closed_store_lets_its_connections_go_and_refuses() {
     }
     panic!("{} connections are left", server().sql("postgres", &left));
 }
+
+#[tokio::test]
+async fn a_server_is_trusted_as_far_as_sslmode_says() {
+    let (server, certificate) = Postgres::start_with_tls();
+    let root = format!("sslrootcert={}", certificate.display());
+    for (host, parameters, opens) in [
+        ("127.0.0.1", "sslmode=disable", Some("f")),
+        ("127.0.0.1", "sslmode=prefer", Some("t")),
+        ("127.0.0.1", "sslmode=require", Some("t")),
+        ("127.0.0.1", "sslmode=verify-ca", None),
+        ("127.0.0.1", &format!("sslmode=verify-ca&{root}"), Some("t")),
+        ("127.0.0.1", &format!("sslmode=verify-full&{root}"), None),
+        ("localhost", &format!("sslmode=verify-full&{root}"), Some("t")),
+    ] {
+        let url = format!(
+            "postgres://postgres@{host}:{}/postgres?{parameters}&application_name=tls-test",
+            server.port()
+        );
+        let opened = PostgresStore::open(&options(&url)).await;
+        match (opened, opens) {
+            (Ok(store), Some(encrypted)) => {
+                let found = server.sql(
+                    "postgres",
+                    "SELECT DISTINCT ssl FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) \
+                     WHERE application_name = 'tls-test'",
+                );
+                assert_eq!(found, encrypted, "{parameters}");
+                store.close().await;
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            (Err(error), None) => assert!(!error.to_string().contains('\n'), "{error}"),
+            (Ok(_), None) => panic!("{host} {parameters}: opened"),
+            (Err(error), Some(_)) => panic!("{host} {parameters}: {error}"),
+        }
+    }
+}
