@@ -179,7 +179,8 @@ impl Target {
 /// Timeouts: the server gives up before the caller does. Plans: on a table that was empty when a statement
 /// was planned a scan looks cheaper than an index, and the plan stays while the table grows. Without these
 /// kinds of scan every statement finds its rows by id, in the order of the ids, which is the order that
-/// keeps two instances from deadlocking. Without the penalties' cost in mind `jit` would compile them.
+/// keeps two instances from deadlocking. `jit` is off because a kind of scan that is off counts as dear, and
+/// what is dear would be compiled.
 fn settings(call_timeout: Duration) -> Vec<(&'static str, String)> {
     let statement = call_timeout.mul_f64(0.85);
     // A row is locked for milliseconds. One that is locked for longer must not hold up a whole batch.
