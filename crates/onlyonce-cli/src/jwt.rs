@@ -11,7 +11,7 @@
 //! replay it does not see, so `issuer` and `audience` can be pinned for keys that sign for several.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,8 +25,8 @@ use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
 use onlyonce::caller::{CallerError, ResolveCaller, Resolving};
 use serde_json::{Map, Value};
-use tokio::sync::Mutex;
-use tokio::time::{Instant, timeout};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use crate::connect::Connector;
@@ -35,15 +35,20 @@ use crate::upstream::redact;
 /// How much the issuer's clock may differ from this machine's.
 pub const LEEWAY: Duration = Duration::from_secs(60);
 
-/// How often keys are fetched at most, however many tokens name an unknown one. On the local clock.
+/// How often keys are fetched at most, however many tokens name an unknown one. On the local clock, from
+/// start to start.
 pub const FETCH_EVERY_MIN: Duration = Duration::from_secs(10);
 
 /// How old keys become before they are fetched again, so that a withdrawn key does not stay. On the
 /// local clock.
 pub const KEYS_AGE_MAX: Duration = Duration::from_secs(600);
 
-/// How soon a failed fetch is tried again at most, on the local clock.
+/// How soon after its start a failed fetch is tried again, on the local clock.
 const RETRY_EVERY_MIN: Duration = Duration::from_secs(1);
+
+/// How long a fetch is waited for, from its start and on the local clock, by whoever has a key that is only
+/// old.
+const REFRESH_WAIT_MAX: Duration = Duration::from_millis(500);
 
 const FETCH_TIME_MAX: Duration = Duration::from_secs(5);
 const JWKS_BYTES_MAX: usize = 1 << 20;
@@ -103,16 +108,33 @@ impl Source {
 /// Tells the caller of a request by its token.
 pub struct JwtCaller {
     settings: JwtSettings,
+    key_set: Arc<KeySet>,
+}
+
+/// The issuer's keys, and the one fetch of them that may be under way.
+struct KeySet {
+    source: Source,
     client: Client<Connector, Empty<Bytes>>,
-    keys: RwLock<Arc<Keys>>,
-    fetching: Mutex<()>,
+    state: Mutex<State>,
+}
+
+struct State {
+    keys: Arc<Keys>,
+    tried: Option<Try>,
+}
+
+/// The latest fetch.
+#[derive(Clone)]
+struct Try {
+    started: Instant,
+    failed: bool,
+    /// Closed when it has ended, however it did.
+    under_way: watch::Receiver<()>,
 }
 
 #[derive(Default)]
 struct Keys {
     known: Vec<Known>,
-    /// When the latest fetch ended, and whether it failed.
-    tried: Option<(Instant, bool)>,
     fetched_at: Option<Instant>,
 }
 
@@ -137,16 +159,22 @@ impl JwtCaller {
             let bytes = std::fs::read(path).map_err(|error| explain(&error))?;
             keys.known = read(&bytes).map_err(|error| explain(&error))?;
             keys.fetched_at = Some(Instant::now());
-            keys.tried = Some((Instant::now(), false));
         }
-        Ok(Self {
+        let key_set = KeySet {
+            source: settings.jwks.clone(),
             client: Client::builder(TokioExecutor::new())
                 .pool_max_idle_per_host(0)
                 .build(Connector::new(settings.jwks.is_https())?),
-            settings,
-            keys: RwLock::new(Arc::new(keys)),
-            fetching: Mutex::default(),
-        })
+            state: Mutex::new(State {
+                tried: keys.fetched_at.map(|started| Try {
+                    started,
+                    failed: false,
+                    under_way: watch::channel(()).1,
+                }),
+                keys: Arc::new(keys),
+            }),
+        };
+        Ok(Self { settings, key_set: Arc::new(key_set) })
     }
 
     async fn told(&self, request: &Parts) -> Result<Option<String>, CallerError> {
@@ -199,71 +227,25 @@ impl JwtCaller {
             let found = keys.known.iter().filter(named);
             found.filter(|known| known.algorithms.contains(&algorithm)).cloned().collect()
         };
-        let keys = self.current();
+        let keys = self.key_set.current();
         let found = find(&keys);
         let fresh = keys.fetched_at.is_some_and(|at| at.elapsed() < KEYS_AGE_MAX);
         if !found.is_empty() && fresh {
             return Ok(found);
         }
-        let keys = self.fetch(&keys).await;
+        if let Some(Try { started, mut under_way, .. }) = self.key_set.refresh(&keys) {
+            let ended = under_way.changed();
+            if found.is_empty() {
+                let _ = ended.await;
+            } else {
+                // An old key may have been withdrawn, and an issuer that hangs must not hang everyone.
+                let _ = timeout_at(started + REFRESH_WAIT_MAX, ended).await;
+            }
+        }
+        let keys = self.key_set.current();
         match keys.fetched_at {
             Some(_) => Ok(find(&keys)),
             None => Err(CallerError::Unavailable("the keys that verify tokens cannot be fetched".into())),
-        }
-    }
-
-    /// Fetches the keys, unless someone else just did. What was `seen` stays if the fetch fails.
-    async fn fetch(&self, seen: &Arc<Keys>) -> Arc<Keys> {
-        let _one_at_a_time = self.fetching.lock().await;
-        let current = self.current();
-        let too_soon = current.tried.is_some_and(|(at, failed)| {
-            at.elapsed() < if failed { RETRY_EVERY_MIN } else { FETCH_EVERY_MIN }
-        });
-        if !Arc::ptr_eq(seen, &current) || too_soon {
-            return current;
-        }
-        let fetched = timeout(FETCH_TIME_MAX, self.load())
-            .await
-            .unwrap_or_else(|_| Err(format!("no answer within {FETCH_TIME_MAX:?}")));
-        let now = Instant::now();
-        let keys = match fetched {
-            Ok(known) => {
-                debug!(keys = known.len(), "fetched the keys that verify tokens");
-                Keys { known, tried: Some((now, false)), fetched_at: Some(now) }
-            }
-            Err(error) => {
-                warn!(%error, "the keys that verify tokens cannot be fetched");
-                let known = current.known.clone();
-                Keys { known, tried: Some((now, true)), fetched_at: current.fetched_at }
-            }
-        };
-        let keys = Arc::new(keys);
-        *self.keys.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&keys);
-        keys
-    }
-
-    fn current(&self) -> Arc<Keys> {
-        Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    async fn load(&self) -> Result<Vec<Known>, String> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        match &self.settings.jwks {
-            Source::File(path) => read(&tokio::fs::read(path).await.map_err(|error| text(&error))?),
-            Source::Url(uri) => {
-                let mut request = Request::new(Empty::new());
-                *request.uri_mut() = uri.clone();
-                let response = self
-                    .client
-                    .request(request)
-                    .await
-                    .map_err(|error| text(&crate::forward::Chain(&error)))?;
-                if response.status() != StatusCode::OK {
-                    return Err(format!("the answer was {}", response.status()));
-                }
-                let body = Limited::new(response.into_body(), JWKS_BYTES_MAX).collect().await;
-                read(&body.map_err(|error| text(&error))?.to_bytes())
-            }
         }
     }
 
@@ -294,6 +276,83 @@ impl JwtCaller {
                 "the token's claim `{name}` is neither a number nor a string with something in it"
             ))),
             None => Err(CallerError::Unresolved(format!("the token has no claim `{name}`"))),
+        }
+    }
+}
+
+impl KeySet {
+    fn current(&self) -> Arc<Keys> {
+        Arc::clone(&self.lock().keys)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The fetch that is under way; one is started unless these keys were replaced, or another was tried, a
+    /// moment ago. It runs on a task of its own: callers that hang up would otherwise take their tries with
+    /// them, and every one that comes back would ask the issuer again.
+    fn refresh(self: &Arc<Self>, seen: &Arc<Keys>) -> Option<Try> {
+        let mut state = self.lock();
+        if !Arc::ptr_eq(seen, &state.keys) {
+            return None;
+        }
+        if let Some(tried) = &state.tried {
+            if tried.under_way.has_changed().is_ok() {
+                return Some(tried.clone());
+            }
+            let pause = if tried.failed { RETRY_EVERY_MIN } else { FETCH_EVERY_MIN };
+            if tried.started.elapsed() < pause {
+                return None;
+            }
+        }
+        let (ended, under_way) = watch::channel(());
+        let tried = Try { started: Instant::now(), failed: true, under_way };
+        state.tried = Some(tried.clone());
+        let key_set = Arc::clone(self);
+        tokio::spawn(async move {
+            key_set.fetch().await;
+            drop(ended);
+        });
+        Some(tried)
+    }
+
+    /// Fetches the keys. Those that are known stay if it fails.
+    async fn fetch(&self) {
+        let fetched = timeout(FETCH_TIME_MAX, self.load())
+            .await
+            .unwrap_or_else(|_| Err(format!("no answer within {FETCH_TIME_MAX:?}")));
+        match fetched {
+            Ok(known) => {
+                debug!(keys = known.len(), "fetched the keys that verify tokens");
+                let mut state = self.lock();
+                state.keys = Arc::new(Keys { known, fetched_at: Some(Instant::now()) });
+                if let Some(tried) = &mut state.tried {
+                    tried.failed = false;
+                }
+            }
+            Err(error) => warn!(%error, "the keys that verify tokens cannot be fetched"),
+        }
+    }
+
+    async fn load(&self) -> Result<Vec<Known>, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        match &self.source {
+            Source::File(path) => read(&tokio::fs::read(path).await.map_err(|error| text(&error))?),
+            Source::Url(uri) => {
+                let mut request = Request::new(Empty::new());
+                *request.uri_mut() = uri.clone();
+                let response = self
+                    .client
+                    .request(request)
+                    .await
+                    .map_err(|error| text(&crate::forward::Chain(&error)))?;
+                if response.status() != StatusCode::OK {
+                    return Err(format!("the answer was {}", response.status()));
+                }
+                let body = Limited::new(response.into_body(), JWKS_BYTES_MAX).collect().await;
+                read(&body.map_err(|error| text(&error))?.to_bytes())
+            }
         }
     }
 }

@@ -1,3 +1,4 @@
+use std::sync::RwLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::Router;
@@ -217,16 +218,23 @@ async fn issuer_and_audience_can_be_pinned() {
     }
 }
 
-/// A server of key sets that counts how often it was asked; `status` 0 hangs up.
+/// A server of key sets that counts how often it was asked; it fails while it has no keys.
 async fn serve(keys: Arc<RwLock<Vec<Value>>>) -> (Uri, Arc<AtomicUsize>) {
+    let (uri, asked, _) = serve_slowly(keys).await;
+    (uri, asked)
+}
+
+/// As [`serve`]; it takes its time as long as it is told to.
+async fn serve_slowly(keys: Arc<RwLock<Vec<Value>>>) -> (Uri, Arc<AtomicUsize>, Arc<RwLock<Duration>>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let uri = format!("http://{}/keys", listener.local_addr().unwrap()).parse().unwrap();
-    let asked = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&asked);
+    let (asked, delay) = (Arc::new(AtomicUsize::new(0)), Arc::new(RwLock::new(Duration::ZERO)));
+    let (count, wait) = (Arc::clone(&asked), Arc::clone(&delay));
     let answer = move || {
         count.fetch_add(1, Ordering::SeqCst);
-        let keys = keys.read().unwrap().clone();
+        let (keys, wait) = (keys.read().unwrap().clone(), *wait.read().unwrap());
         async move {
+            tokio::time::sleep(wait).await;
             match keys.is_empty() {
                 true => (StatusCode::SERVICE_UNAVAILABLE, String::new()),
                 false => (StatusCode::OK, json!({ "keys": keys }).to_string()),
@@ -234,7 +242,7 @@ async fn serve(keys: Arc<RwLock<Vec<Value>>>) -> (Uri, Arc<AtomicUsize>) {
         }
     };
     tokio::spawn(async { axum::serve(listener, Router::new().route("/keys", get(answer))).await.unwrap() });
-    (uri, asked)
+    (uri, asked, delay)
 }
 
 #[tokio::test]
@@ -289,15 +297,48 @@ async fn keys_that_cannot_be_fetched_are_unavailable_until_they_can() {
     assert!(matches!(bearer(&unreachable, &a).await, Err(CallerError::Unavailable(_))));
 }
 
+/// Callers give up long before the issuer answers, and others come.
+#[tokio::test]
+async fn callers_that_hang_up_do_not_make_the_issuer_be_asked_again() {
+    let keys = Arc::new(RwLock::new(vec![jwk(P256_A, Algorithm::ES256, "a")]));
+    let (uri, asked, delay) = serve_slowly(keys).await;
+    *delay.write().unwrap() = Duration::from_millis(400);
+    let caller = JwtCaller::new(settings(Source::Url(uri))).unwrap();
+    let a = token(P256_A, Algorithm::ES256, Some("a"), &ann());
+    for _ in 0..5 {
+        assert!(timeout(Duration::from_millis(40), bearer(&caller, &a)).await.is_err());
+    }
+    assert_eq!(bearer(&caller, &a).await, Ok(Some("ann".into())), "the fetch went on without them");
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn old_keys_are_used_while_the_issuer_hangs() {
+    let keys = Arc::new(RwLock::new(vec![jwk(P256_A, Algorithm::ES256, "a")]));
+    let (uri, asked, delay) = serve_slowly(keys).await;
+    let caller = JwtCaller::new(settings(Source::Url(uri))).unwrap();
+    let a = token(P256_A, Algorithm::ES256, Some("a"), &ann());
+    assert_eq!(bearer(&caller, &a).await, Ok(Some("ann".into())));
+
+    *delay.write().unwrap() = Duration::from_secs(60);
+    age(&caller, KEYS_AGE_MAX);
+    let started = Instant::now();
+    for _ in 0..5 {
+        assert_eq!(bearer(&caller, &a).await, Ok(Some("ann".into())));
+    }
+    assert!(started.elapsed() < FETCH_TIME_MAX, "{:?}", started.elapsed());
+    assert_eq!(asked.load(Ordering::SeqCst), 2, "they share one fetch");
+}
+
 /// Lets this much time pass for the keys.
 fn age(caller: &JwtCaller, by: Duration) {
-    let mut keys = caller.keys.write().unwrap();
+    let mut state = caller.key_set.lock();
     let earlier = |at: Instant| at.checked_sub(by).expect("the machine has been up for longer");
-    *keys = Arc::new(Keys {
-        known: keys.known.clone(),
-        tried: keys.tried.map(|(at, failed)| (earlier(at), failed)),
-        fetched_at: keys.fetched_at.map(earlier),
-    });
+    state.keys =
+        Arc::new(Keys { known: state.keys.known.clone(), fetched_at: state.keys.fetched_at.map(earlier) });
+    if let Some(tried) = &mut state.tried {
+        tried.started = earlier(tried.started);
+    }
 }
 
 #[test]
