@@ -3,8 +3,9 @@
 use std::net::IpAddr;
 
 use http::header::{
-    ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
-    PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE,
+    EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
+    TRANSFER_ENCODING, UPGRADE,
 };
 use http::uri::Authority;
 
@@ -100,14 +101,38 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     if headers.contains_key(TRANSFER_ENCODING) {
         headers.remove(CONTENT_LENGTH);
     }
-    let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
-        .filter_map(|name| HeaderName::from_bytes(name).ok())
-        // These frame, address or name the request; nobody may talk the proxy out of them.
-        .filter(|name| ![CONTENT_LENGTH, HOST, onlyonce::IDEMPOTENCY_KEY].contains(name))
-        .collect();
-    for name in named.iter().chain(&HOP_BY_HOP) {
+    remove_named(headers);
+    for name in &HOP_BY_HOP {
         headers.remove(name);
     }
+}
+
+/// Removes what `Connection` names (RFC 9110, section 7.6.1). The layer must not see it either: it would file
+/// a key under a caller or a fingerprint that the upstream is not told.
+pub(crate) fn remove_named(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
+        .filter_map(|name| HeaderName::from_bytes(name).ok())
+        .filter(|name| !is_end_to_end(name) && !HOP_BY_HOP.contains(name))
+        .collect();
+    for name in &named {
+        headers.remove(name);
+    }
+}
+
+/// These frame, address or name the request, or say who asks or what it means: nobody may talk the proxy out
+/// of them.
+fn is_end_to_end(name: &HeaderName) -> bool {
+    const END_TO_END: [HeaderName; 8] = [
+        AUTHORIZATION,
+        CONTENT_ENCODING,
+        CONTENT_LENGTH,
+        CONTENT_TYPE,
+        COOKIE,
+        FORWARDED,
+        HOST,
+        onlyonce::IDEMPOTENCY_KEY,
+    ];
+    END_TO_END.contains(name) || name.as_str().starts_with("x-forwarded-")
 }
 
 /// The protocols that the request asks for, without `h2c`, which nobody has to take up.
@@ -204,17 +229,26 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_call_length_host_or_key_a_connection_header() {
-        let mut headers = map(&[
-            ("connection", "content-length, host, idempotency-key"),
+    fn nobody_can_call_what_the_request_means_a_connection_header() {
+        let lines = [
+            ("authorization", "Bearer ann"),
+            ("content-encoding", "gzip"),
             ("content-length", "3"),
+            ("content-type", "application/json"),
+            ("cookie", "session=1"),
+            ("forwarded", "for=10.0.0.9"),
             ("host", "a"),
             ("idempotency-key", "k"),
-        ]);
+            ("x-forwarded-host", "b"),
+            ("x-forwarded-proto", "https"),
+        ];
+        let mut headers = map(&lines);
+        let named = lines.map(|(name, _)| name).join(", ");
+        headers.insert(CONNECTION, HeaderValue::from_str(&named).unwrap());
         prepare_request(&mut headers, None, None);
-        assert_eq!(all(&headers, "content-length"), ["3"]);
-        assert_eq!(all(&headers, "host"), ["a"]);
-        assert_eq!(all(&headers, "idempotency-key"), ["k"]);
+        for (name, value) in lines {
+            assert_eq!(all(&headers, name), [value]);
+        }
     }
 
     #[test]

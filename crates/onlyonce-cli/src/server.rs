@@ -177,6 +177,7 @@ fn admit<B>(request: &mut Request<B>, client: SocketAddr) -> Result<(), Box<Resp
     if request.version() == Version::HTTP_2 {
         headers::join_cookies(request.headers_mut());
     }
+    headers::remove_named(request.headers_mut());
     request.extensions_mut().insert(ClientAddr(client));
     Ok(())
 }
@@ -279,6 +280,22 @@ mod tests {
         assert_eq!(admit(&mut two, client()).unwrap_err().status(), StatusCode::BAD_REQUEST);
         let mut tunnel = request("CONNECT", "db:5432", Version::HTTP_11, &[("host", "db:5432")]);
         assert_eq!(admit(&mut tunnel, client()).unwrap_err().status(), StatusCode::METHOD_NOT_ALLOWED);
+    }
+
+    #[test]
+    fn the_layer_sees_what_the_upstream_will_see() {
+        let lines = [
+            ("connection", "x-user-id, authorization, te, upgrade"),
+            ("x-user-id", "ann"),
+            ("authorization", "Bearer ann"),
+            ("te", "trailers"),
+            ("upgrade", "websocket"),
+        ];
+        let mut request = request("POST", "/", Version::HTTP_11, &lines);
+        assert!(admit(&mut request, client()).is_ok());
+        let mut names: Vec<_> = request.headers().keys().map(http::HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["authorization", "connection", "te", "upgrade"]);
     }
 
     #[test]
