@@ -80,6 +80,9 @@ impl Target {
     /// Connects for reading and writing; creates the file only if asked to, because a later connection
     /// that finds its file gone must not start an empty one.
     pub(crate) async fn connect(&self, create: bool) -> Result<SqliteConnection, sqlx::Error> {
+        if let (true, Some(path)) = (create, &self.path) {
+            create_private(path);
+        }
         self.connect.clone().create_if_missing(create || self.path.is_none()).connect().await
     }
 
@@ -101,6 +104,24 @@ impl Target {
             None => OpenError::failed(format!("the SQLite file {name} could not be opened")),
         };
         open_error.with_source(error)
+    }
+}
+
+/// Creates the file, if it is absent, for nobody but its owner: recorded answers are nobody else's to read.
+/// SQLite itself would create it as the umask says, and gives the log beside it the file's own mode. A file
+/// that is there keeps the mode that somebody gave it.
+///
+/// Race: several processes create it at once. One does; the others find an empty file, which is an empty
+/// database to SQLite. What cannot be created is SQLite's to report.
+fn create_private(path: &Path) {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    if let Ok(file) = options.open(path) {
+        // Closing a file drops every lock that this process holds on it, and another connection of this
+        // process may have found it already. So it stays open: one descriptor for each file created.
+        std::mem::forget(file);
     }
 }
 

@@ -58,6 +58,32 @@ async fn a_new_file_is_durable() {
     }
 }
 
+#[cfg(unix)]
+#[tokio::test]
+async fn a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_mode() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let mode = |name: &str| {
+        let metadata = folder.path().join(name).metadata().unwrap_or_else(|error| panic!("{name}: {error}"));
+        metadata.permissions().mode() & 0o777
+    };
+    let new = SqliteStore::open(&SqliteOptions::file(folder.path().join("new.db"))).await.expect("it opens");
+    new.insert(&operation("k"), running(1)).await.expect("it writes");
+    for name in ["new.db", "new.db-wal", "new.db-shm"] {
+        assert_eq!(mode(name), 0o600, "{name}");
+    }
+
+    let old = folder.path().join("old.db");
+    std::fs::write(&old, "").expect("a file");
+    std::fs::set_permissions(&old, std::fs::Permissions::from_mode(0o640)).expect("its mode");
+    let old = SqliteStore::open(&SqliteOptions::file(old)).await.expect("it opens");
+    old.insert(&operation("k"), running(1)).await.expect("it writes");
+    for name in ["old.db", "old.db-wal"] {
+        assert_eq!(mode(name), 0o640, "{name}");
+    }
+}
+
 #[tokio::test]
 async fn what_is_volatile_is_refused_unless_allowed() {
     let folder = tempfile::tempdir().expect("a folder");
