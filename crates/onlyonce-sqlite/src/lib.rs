@@ -55,6 +55,7 @@ use onlyonce_core::group::{Call, Group};
 use onlyonce_core::record::Seen;
 use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
+use sqlx::sqlite::SqliteRow;
 use sqlx::{QueryBuilder, Row, Sqlite};
 use tokio::sync::{Mutex, oneshot};
 
@@ -97,6 +98,18 @@ struct Shared {
 struct Open {
     group: Group,
     reads: Reads,
+}
+
+/// A part of a listing, with what is damaged apart.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Page {
+    /// The records that can be read, as in [`Inspect::list`].
+    pub entries: Vec<Entry>,
+    /// The others, in a line each: which it is, and what is wrong with it.
+    pub unreadable: Vec<String>,
+    /// Where the next page starts; `None` after the last one.
+    pub next: Option<Cursor>,
 }
 
 /// What a store runs on, for people who look after it.
@@ -197,6 +210,48 @@ impl SqliteStore {
         .await
     }
 
+    /// As [`Inspect::list`], but a damaged record does not hide the others. For people: whoever decides about
+    /// a key must know all of its records.
+    ///
+    /// # Errors
+    /// Fails if the store cannot be read; nothing is written either way.
+    pub async fn page(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Page, StoreError> {
+        let rows = self.rows(filter, after, rows_max).await?;
+        let mut page = Page::default();
+        if let (Some(last), true) = (rows.last(), rows.len() >= rows_max as usize) {
+            page.next = Some(cursor(last)?);
+        }
+        for row in &rows {
+            match entry(row) {
+                Ok(entry) => page.entries.push(entry),
+                Err(error) => page.unreadable.push(error.to_string()),
+            }
+        }
+        Ok(page)
+    }
+
+    async fn rows(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Vec<SqliteRow>, StoreError> {
+        let (lister, filter, after) = (self.lister()?, filter.clone(), after.cloned());
+        detached(async move {
+            let mut link = lister.lock().await;
+            list(&mut link, &filter, after.as_ref(), rows_max).await.map_err(|error| {
+                link.discard();
+                not_applied("list", &error)
+            })
+        })
+        .await
+    }
+
     /// Finishes the calls in hand, moves the log into the database and closes every connection. Calls
     /// made later fail. A store that is only dropped is as durable; the log is then moved by whoever
     /// opens the file next.
@@ -267,18 +322,7 @@ impl Inspect for SqliteStore {
         after: Option<&Cursor>,
         rows_max: u32,
     ) -> Result<Vec<Entry>, StoreError> {
-        let (lister, filter, after) = (self.lister()?, filter.clone(), after.cloned());
-        detached(async move {
-            let mut link = lister.lock().await;
-            match list(&mut link, &filter, after.as_ref(), rows_max).await {
-                Ok(rows) => rows.iter().map(entry).collect(),
-                Err(error) => {
-                    link.discard();
-                    Err(not_applied("list", &error))
-                }
-            }
-        })
-        .await
+        self.rows(filter, after, rows_max).await?.iter().map(entry).collect()
     }
 }
 
@@ -320,7 +364,7 @@ async fn list(
     filter: &Filter,
     after: Option<&Cursor>,
     rows_max: u32,
-) -> Result<Vec<sqlx::sqlite::SqliteRow>, sqlx::Error> {
+) -> Result<Vec<SqliteRow>, sqlx::Error> {
     list_query(filter, after, rows_max).build().persistent(false).fetch_all(link.connection().await?).await
 }
 
@@ -350,7 +394,13 @@ fn list_query(filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> QueryBu
     query
 }
 
-fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Entry, StoreError> {
+/// Where a listing goes on after this row: the schema lets no row have another kind of id or time.
+fn cursor(row: &SqliteRow) -> Result<Cursor, StoreError> {
+    let parse = || Ok(Cursor { created_at: sql::created_at(row)?, id: sql::id(row)? });
+    parse().map_err(|reason: String| StoreError::new(StoreErrorKind::Unreadable, reason))
+}
+
+fn entry(row: &SqliteRow) -> Result<Entry, StoreError> {
     let parse = || {
         let Seen { record, now } = sql::seen(row)?;
         let part = |column| sql::get::<String>(row, sql::PARTS_COLUMN + column);

@@ -178,6 +178,11 @@ pub(crate) fn id(row: &SqliteRow) -> Result<Id, String> {
     bytes(row, 0).map(Id)
 }
 
+/// When the record in a row was created.
+pub(crate) fn created_at(row: &SqliteRow) -> Result<Timestamp, String> {
+    get(row, 5).map(Timestamp)
+}
+
 /// The record in a row, and the clock of its reading; in words what is wrong with it otherwise.
 pub(crate) fn seen(row: &SqliteRow) -> Result<Seen, String> {
     let lease_until: Option<i64> = get(row, 7)?;
@@ -197,7 +202,7 @@ pub(crate) fn seen(row: &SqliteRow) -> Result<Seen, String> {
         fingerprint: Fingerprint { target: bytes(row, 1)?, body: bytes(row, 2)? },
         revision: Revision(u128::from_be_bytes(bytes(row, 3)?)),
         attempt: u32::try_from(attempt).map_err(|_| format!("attempt {attempt}"))?,
-        created_at: Timestamp(get(row, 5)?),
+        created_at: created_at(row)?,
         granted_at: Timestamp(get(row, 6)?),
         state,
         expires_at: Timestamp(get(row, 12)?),
