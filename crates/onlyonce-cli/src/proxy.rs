@@ -10,9 +10,10 @@
 //!
 //! 1. Told to stop, it takes no more connections, asks the open ones to end after what they are doing, and
 //!    is not ready.
-//! 2. After [`UNGUARDED_GRACE`] whatever is not guarded is cut off.
-//! 3. When all guarded work has ended, or after `shutdown_grace`, it leaves. Work that is still running
-//!    then is left Running: its lease ends, and the next attempt takes over.
+//! 2. After [`UNGUARDED_GRACE`], or `shutdown_grace` if that is shorter, whatever is not guarded is cut off.
+//! 3. When the last answer has been read, or after `shutdown_grace`, it leaves. Work that is still running
+//!    then is left Running: its lease ends, and the next attempt takes over. A connection that is still open
+//!    then is only closed: the outcome of its work is recorded.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -39,13 +40,16 @@ use crate::jwt::JwtCaller;
 use crate::metered::Metered;
 use crate::server::{self, Ending};
 use crate::store::OpenStore;
-use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS};
+use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS, UPKEEP_EVERY};
 
 /// How long what is not guarded may go on after a signal to stop, on the local clock.
 pub const UNGUARDED_GRACE: Duration = Duration::from_secs(10);
 
 /// How many expired records one call removes at most.
 pub const SWEEP_ROWS_MAX: u32 = 1_000;
+
+/// How soon the layer notices that nobody reads an answer any more, on the local clock.
+const SETTLE_TIME: Duration = Duration::from_millis(500);
 
 /// How long the store may take to tidy up at the end.
 const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
@@ -55,7 +59,7 @@ const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
 /// # Errors
 /// Says in one line why it cannot start. An upstream that is away is no reason.
 pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
-    telemetry::metrics();
+    let metrics = telemetry::metrics();
     let caller = caller(config.caller)?;
     let ending = Ending::default();
     let tunnels = TaskTracker::new();
@@ -79,6 +83,8 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
     let health = Health::new(Arc::clone(&metered), config.upstream.address(), ending.closing.clone());
     let admin = tokio::spawn(admin::serve(admin_listener, health));
     let sweeper = tokio::spawn(sweep(metered, config.sweep_every, ending.closing.clone()));
+    let upkeep =
+        metrics.map(|metrics| tokio::spawn(telemetry::upkeep(UPKEEP_EVERY, || metrics.run_upkeep())));
     // Tracked like the connections it opens, so that none is opened after the last one was waited for.
     connections.spawn(server::serve(listener, layer.layer(forward), connections.clone(), ending.clone()));
     let ended = tokio::spawn({
@@ -88,6 +94,9 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
             let stopped = wind_down(&ending, config.shutdown_grace, &connections, &tunnels, &layer).await;
             let _ = sweeper.await;
             admin.abort();
+            if let Some(upkeep) = upkeep {
+                upkeep.abort();
+            }
             match timeout(CLOSE_TIME_MAX, store.close()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => warn!(%error, "the store did not close tidily; nothing is lost"),
@@ -161,7 +170,7 @@ impl Running {
 /// How a proxy stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// Everything guarded had ended.
+    /// All guarded work had ended.
     Drained,
     /// Guarded work was still running when `shutdown_grace` was over; its keys stay held until their
     /// leases end.
@@ -212,23 +221,26 @@ async fn wind_down(
         layer.drained().await;
     };
     tokio::pin!(drained);
-    let finished = timeout(grace, async {
-        if timeout(UNGUARDED_GRACE, &mut drained).await.is_err() {
-            info!("stopping: whatever is not guarded is cut off");
-            ending.cut.cancel();
-            drained.await;
-        }
-    });
-    let stopped = match finished.await {
-        Ok(()) => Stopped::Drained,
-        Err(_) => {
-            warn!(grace = ?grace, "guarded work is left running; its keys stay held until their leases end");
-            Stopped::LeftRunning
-        }
-    };
+    let unguarded_grace = UNGUARDED_GRACE.min(grace);
+    let mut finished = timeout(unguarded_grace, &mut drained).await.is_ok();
+    if !finished {
+        info!("stopping: whatever is not guarded is cut off");
+        ending.cut.cancel();
+        finished = timeout(grace.saturating_sub(unguarded_grace), &mut drained).await.is_ok();
+    }
     ending.cut.cancel();
     ending.kill.cancel();
-    stopped
+    if finished {
+        return Stopped::Drained;
+    }
+    // Whoever still reads is cut off, and an answer that was only being passed on ends with its reader. That
+    // is no work left undone; what the layer goes on with is.
+    let _ = timeout(CLOSE_TIME_MAX, connections.wait()).await;
+    if timeout(SETTLE_TIME, layer.drained()).await.is_ok() {
+        return Stopped::Drained;
+    }
+    warn!(grace = ?grace, "guarded work is left running; its keys stay held until their leases end");
+    Stopped::LeftRunning
 }
 
 /// Removes expired records now and then. Claims do not depend on it.
@@ -262,6 +274,8 @@ async fn sweep(store: Arc<dyn Store>, every: Duration, closing: CancellationToke
 #[cfg(test)]
 mod tests {
     use http::header::AUTHORIZATION;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpStream;
 
     use super::*;
     use crate::jwt::{JwtSettings, Source};
@@ -280,11 +294,69 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let running = start(config(&folder)).await.unwrap();
         assert_ne!(running.addr().port(), 0, "the real port is told");
-        let idle = tokio::net::TcpStream::connect(running.addr()).await.unwrap();
+        let idle = TcpStream::connect(running.addr()).await.unwrap();
         running.shutdown();
         let stopped = timeout(Duration::from_secs(5), running.stopped()).await;
         assert_eq!(stopped, Ok(Stopped::Drained));
         drop(idle);
+    }
+
+    /// More than the buffers between here and a client hold.
+    const LARGE_BYTES: usize = 16 << 20;
+
+    /// An upstream whose answers are large; at `/events` they have no end, and at `/silent` no beginning.
+    async fn talkative() -> Upstream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    let mut request = [0; 4_096];
+                    let bytes = stream.read(&mut request).await.unwrap();
+                    let asks = |path: &[u8]| request[..bytes].windows(path.len()).any(|part| part == path);
+                    if asks(b"/silent") {
+                        std::future::pending::<()>().await;
+                    }
+                    let length = if asks(b"/events") { usize::MAX >> 1 } else { LARGE_BYTES };
+                    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n");
+                    stream.write_all(head.as_bytes()).await.unwrap();
+                    let mut left = length;
+                    while left > 0 && stream.write_all(&[b'~'; 4_096]).await.is_ok() {
+                        left = left.saturating_sub(4_096);
+                    }
+                });
+            }
+        });
+        Upstream::parse(&url).unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_guarded_work_is_left_running_whoever_still_reads() {
+        let guarded = "idempotency-key: k\r\ncontent-length: 0\r\n";
+        for (request, lines, expected) in [
+            ("GET /events", "", Stopped::Drained),
+            ("POST /export", guarded, Stopped::Drained),
+            ("POST /silent", guarded, Stopped::LeftRunning),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut config = config(&folder);
+            config.upstream = talkative().await;
+            config.shutdown_grace = Duration::from_millis(300);
+            config.defaults.response_body_bytes_max = LARGE_BYTES;
+            config.defaults.stream_after = Duration::from_secs(30);
+            let running = start(config).await.unwrap();
+            let mut client = TcpStream::connect(running.addr()).await.unwrap();
+            let sent = format!("{request} HTTP/1.1\r\nhost: a\r\n{lines}\r\n");
+            client.write_all(sent.as_bytes()).await.unwrap();
+            // It reads no further. What is guarded is recorded before any of it comes.
+            let mut some = vec![0; 64 << 10];
+            let patience = Duration::from_secs(if expected == Stopped::Drained { 20 } else { 1 });
+            let read = timeout(patience, client.read_exact(&mut some)).await;
+            assert_eq!(read.is_ok(), expected == Stopped::Drained, "{request}");
+            running.shutdown();
+            let stopped = timeout(Duration::from_secs(9), running.stopped()).await;
+            assert_eq!(stopped, Ok(expected), "{request}");
+        }
     }
 
     #[tokio::test]

@@ -2,11 +2,13 @@
 
 use std::io::IsTerminal;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use metrics::{Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use onlyonce::metric;
+use tokio::time::{MissedTickBehavior, interval};
 use tracing_subscriber::EnvFilter;
 
 /// How long store calls take, by `call` and `result`.
@@ -15,6 +17,10 @@ pub const STORE_SECONDS: &str = "onlyonce_store_seconds";
 pub const SWEPT_ROWS: &str = "onlyonce_swept_rows_total";
 /// Counts sweeps that the store did not carry out.
 pub const SWEEP_FAILURES: &str = "onlyonce_sweep_failures_total";
+
+/// How often measured values are put into their buckets, on the local clock. Until then, or until the next
+/// scrape, each is kept by itself.
+pub(crate) const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 
 /// From a read in memory to the longest that a call may take.
 const STORE_SECONDS_BUCKETS: [f64; 14] =
@@ -34,6 +40,16 @@ pub(crate) fn metrics() -> Option<&'static PrometheusHandle> {
         Some(handle)
     });
     handle.as_ref()
+}
+
+/// Runs `upkeep` over and over. Nothing else does if nobody scrapes, and the values would pile up.
+pub(crate) async fn upkeep(every: Duration, mut upkeep: impl FnMut()) {
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        upkeep();
+    }
 }
 
 /// Every counter stands at zero from the first scrape, so that its first step can be seen.
@@ -84,4 +100,23 @@ pub fn start_logs(format: LogFormat, level: &str) {
     };
     // A process that embeds the proxy may have its own.
     drop(started);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn upkeep_goes_on() {
+        let runs = AtomicUsize::new(0);
+        let count = || {
+            runs.fetch_add(1, Ordering::Relaxed);
+        };
+        let ended = timeout(Duration::from_millis(200), upkeep(Duration::from_millis(1), count)).await;
+        assert!(ended.is_err() && runs.load(Ordering::Relaxed) >= 3);
+    }
 }
