@@ -271,10 +271,10 @@ impl FileConfig {
         })
     }
 
-    /// How long an outcome is remembered where no route says otherwise.
+    /// Whether cookies are recorded where no route says otherwise.
     #[must_use]
-    pub fn retention(&self) -> Duration {
-        self.defaults.retention
+    pub fn record_cookies(&self) -> bool {
+        self.defaults.record_cookies
     }
 
     /// Where requests go, if the file says so.

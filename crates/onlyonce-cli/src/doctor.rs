@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use onlyonce_core::store::{Filter, Inserted};
-use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, machine};
+use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, Revision, machine};
+use onlyonce_sqlite::{OpenError, OpenErrorKind};
 use serde_json::json;
 
 use crate::admin;
-use crate::cli::{FAILED, Failure, StoreArgs};
+use crate::cli::{FAILED, Failure, StoreArgs, USAGE};
 use crate::config::{self, FileConfig};
 use crate::connect::Connector;
 use crate::keys::{Pages, State};
@@ -29,8 +30,9 @@ Examples:
   onlyonce doctor --config onlyonce.toml
   onlyonce doctor --store sqlite:/var/lib/onlyonce/keys.db --upstream http://127.0.0.1:3000 --json
 
-Every line is ok, warn or fail. Exit code 1 if one of them is fail. It writes one record to the store and
-removes it again, to see that it can.")]
+Every line is ok, warn or fail. Exit code 1 if one of them is fail, 2 if that is for the configuration: a
+setting that cannot be, a store that is refused. It writes one record to the store and removes it again, to
+see that it can.")]
 pub struct DoctorArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
@@ -60,47 +62,69 @@ impl Level {
     }
 }
 
-struct Report(Vec<(&'static str, Level, String)>);
+#[derive(Default)]
+struct Report {
+    lines: Vec<(&'static str, Level, String)>,
+    /// Whether the configuration must change before anything else counts.
+    refused: bool,
+}
 
 impl Report {
     fn line(&mut self, check: &'static str, level: Level, detail: impl Into<String>) {
-        self.0.push((check, level, detail.into()));
+        self.lines.push((check, level, detail.into()));
+    }
+
+    fn refuse(&mut self, check: &'static str, detail: impl Into<String>) {
+        self.refused = true;
+        self.line(check, Level::Fail, detail);
+    }
+
+    fn not_opened(&mut self, error: &OpenError) {
+        match error.kind() {
+            OpenErrorKind::Refused => self.refuse("store", error.to_string()),
+            OpenErrorKind::Failed => self.line("store", Level::Fail, error.to_string()),
+        }
+    }
+
+    fn exit_code(&self) -> Option<u8> {
+        let failed = self.lines.iter().any(|(_, level, _)| *level == Level::Fail);
+        failed.then_some(if self.refused { USAGE } else { FAILED })
     }
 }
 
 /// Checks everything, and prints a line for each check.
 ///
 /// # Errors
-/// With exit code 1 if a check failed.
+/// With exit code 1 if a check failed, and 2 if the configuration is wrong or refused.
 pub async fn run(args: &DoctorArgs, out: &mut impl Write) -> Result<(), Failure> {
     let report = examine(args).await;
     if args.json {
         let lines: Vec<_> = report
-            .0
+            .lines
             .iter()
             .map(|(check, level, detail)| json!({ "check": check, "result": level.as_str(), "detail": detail }))
             .collect();
         serde_json::to_writer_pretty(&mut *out, &lines).map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {
-        for (check, level, detail) in &report.0 {
+        for (check, level, detail) in &report.lines {
             writeln!(out, "{:<4}  {check:<9}  {detail}", level.as_str())?;
         }
     }
-    match report.0.iter().any(|(_, level, _)| *level == Level::Fail) {
-        true => Err(Failure { code: FAILED, message: None }),
-        false => Ok(()),
+    match report.exit_code() {
+        Some(code) => Err(Failure { code, message: None }),
+        None => Ok(()),
     }
 }
 
 async fn examine(args: &DoctorArgs) -> Report {
-    let mut report = Report(Vec::new());
+    let mut report = Report::default();
     let now = jiff::Timestamp::now();
     report.line("clock", Level::Ok, format!("this machine's clock says {now:.0}"));
     let (url, file) = match config::load_store(&args.store) {
         Ok(loaded) => loaded,
         Err(error) => {
-            report.line("config", Level::Fail, error.to_string());
+            report.refuse("config", error.to_string());
             return report;
         }
     };
@@ -121,11 +145,7 @@ async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
             report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"));
         }
         (Some(reason), false) => {
-            return report.line(
-                "durable",
-                Level::Fail,
-                format!("volatile: {reason}; use a file with synchronous=full"),
-            );
+            return report.refuse("durable", format!("volatile: {reason}; use a file with synchronous=full"));
         }
         (None, _) => report.line("durable", Level::Ok, "every acknowledged write is on disk"),
     }
@@ -144,14 +164,14 @@ async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
         Ok(Some(version)) => {
             let known = onlyonce_sqlite::SCHEMA_VERSION;
             let detail = format!("version {version} is newer than this build, which knows up to {known}");
-            return report.line("schema", Level::Fail, detail);
+            return report.refuse("schema", detail);
         }
         Ok(None) => {
             let detail =
                 format!("there is nothing at {url} yet; `onlyonce proxy` or `onlyonce migrate` creates it");
             return report.line("schema", Level::Warn, detail);
         }
-        Err(error) => return report.line("store", Level::Fail, error.to_string()),
+        Err(error) => return report.not_opened(&error),
     }
     match OpenStore::open_existing(url, allow_volatile).await {
         Ok(store) => {
@@ -162,7 +182,7 @@ async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
                 report.line("store", Level::Warn, format!("did not close tidily: {error}"));
             }
         }
-        Err(error) => report.line("store", Level::Fail, error.to_string()),
+        Err(error) => report.not_opened(&error),
     }
 }
 
@@ -197,9 +217,11 @@ async fn look_into(
         return Ok(());
     }
     let (mut running, mut lapsed, mut done) = (0_u64, 0_u64, 0_u64);
-    let mut pages = Pages::new(store.inspect(), Filter::default());
+    let mut unreadable = Vec::new();
+    let mut pages = Pages::new(store, Filter::default());
     while let Some(page) = pages.next().await? {
-        for entry in &page {
+        unreadable.extend(page.unreadable);
+        for entry in &page.entries {
             match State::of(&entry.record, entry.now) {
                 State::Running => running += 1,
                 State::Lapsed => lapsed += 1,
@@ -208,7 +230,10 @@ async fn look_into(
             }
         }
     }
-    let expired = facts.records.saturating_sub(running + lapsed + done);
+    for reason in &unreadable {
+        report.line("keys", Level::Fail, reason.clone());
+    }
+    let expired = facts.records.saturating_sub(running + lapsed + done + unreadable.len() as u64);
     let counts =
         format!("{running} running, {lapsed} lapsed, {done} done, {expired} expired and not yet swept");
     report.line("keys", if lapsed == 0 { Level::Ok } else { Level::Warn }, counts);
@@ -217,7 +242,7 @@ async fn look_into(
 
 /// Claims a key that no request can have, and gives it back.
 async fn write_once(store: &OpenStore) -> Result<Duration, onlyonce_core::StoreError> {
-    let revision = crate::keys::fresh_revision();
+    let revision = Revision::fresh();
     // An endpoint of a request starts with its method and a space.
     let key = Key::new(format!("{:032x}", revision.0)).expect("hexadecimal digits are a key");
     let operation = Operation::new("onlyonce", "doctor", "", key);
@@ -237,7 +262,7 @@ async fn write_once(store: &OpenStore) -> Result<Duration, onlyonce_core::StoreE
 async fn upstream(report: &mut Report, flag: Option<&str>, file: &FileConfig) {
     let upstream = match flag.map(Upstream::parse).transpose() {
         Ok(flag) => flag.or_else(|| file.upstream().cloned()),
-        Err(error) => return report.line("upstream", Level::Fail, error.to_string()),
+        Err(error) => return report.refuse("upstream", error.to_string()),
     };
     let Some(upstream) = upstream else {
         return report.line(

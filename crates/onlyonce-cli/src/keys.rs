@@ -6,23 +6,21 @@
 mod view;
 
 use std::io::{Read, Write};
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use clap::{Args, Subcommand, ValueEnum};
-use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use onlyonce_core::machine::{self, Finish};
 use onlyonce_core::outcome::Response;
 use onlyonce_core::record::{Record, State as Stored};
 use onlyonce_core::store::{Cursor, Entry, Filter, Replaced};
-use onlyonce_core::{Id, Inspect, Key, Lapse, Policy, Recorded, Revision, StoreError, Timestamp, Verdict};
+use onlyonce_core::{Id, Key, Lapse, Policy, Recorded, Revision, StoreError, Timestamp, Verdict};
 
 use crate::cli::{Failure, StoreArgs, duration};
 use crate::config;
 use crate::proxy::SWEEP_ROWS_MAX;
-use crate::store::OpenStore;
+use crate::store::{OpenStore, Page};
 
 /// How many records are read at a time: each comes with its whole outcome.
 const PAGE_ROWS: u32 = 64;
@@ -41,7 +39,8 @@ Examples:
   onlyonce keys list --endpoint 'POST /payments' --limit 0
   onlyonce keys list --json | jq 'group_by(.state)'
 
-States: running (someone is doing the work), lapsed (its holder went silent), done (its outcome is recorded).")]
+States: running (someone is doing the work), lapsed (its holder went silent), done (its outcome is recorded).
+Exit code 1 if a record is damaged; the others are listed.")]
     List(ListArgs),
     /// Show everything known about a key, for every caller and endpoint that used it
     #[command(after_help = "\
@@ -172,10 +171,11 @@ pub struct CompleteArgs {
     /// The body that retries get; @FILE takes a file's bytes, @- standard input [default: empty]
     #[arg(long, value_name = "TEXT or @FILE")]
     body: Option<String>,
-    /// A header line that retries get, such as 'content-type: application/json'; may be repeated
+    /// A header line that retries get, such as 'content-type: application/json'; may be repeated. What the
+    /// proxy never records is refused, and Set-Cookie unless the --config file's [defaults] record cookies
     #[arg(long, value_name = "NAME: VALUE", value_parser = header)]
     header: Vec<(HeaderName, HeaderValue)>,
-    /// How long the outcome is remembered [default: as the --config file says, or 24h]
+    /// How long the outcome is remembered [default: as long as the key's route said when it was claimed]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     retention: Option<Duration>,
     /// Complete it although its work may be running or it has an outcome already
@@ -257,7 +257,7 @@ pub async fn run(mut command: KeysCommand, out: &mut impl Write) -> Result<(), F
         KeysCommand::List(args) => list(&args, &store, out).await,
         KeysCommand::Show(args) => show(&args, &store, out).await,
         KeysCommand::Release(args) => release(&args, &store, out).await,
-        KeysCommand::Complete(args) => complete(&args, &store, file.retention(), out).await,
+        KeysCommand::Complete(args) => complete(&args, &store, file.record_cookies(), out).await,
         KeysCommand::Purge(args) => purge(&args, &store, out).await,
     };
     // What was asked for is done or not; that the log was not tidied up changes nothing about it.
@@ -272,27 +272,31 @@ async fn list(args: &ListArgs, store: &OpenStore, out: &mut impl Write) -> Resul
         None if args.json => u64::MAX,
         None => TABLE_ROWS_DEFAULT,
     };
-    let mut pages = Pages::new(store.inspect(), args.filter.filter(None));
+    let mut pages = Pages::new(store, args.filter.filter(None));
     let mut listing = view::Listing::new(args.json);
     let mut left = limit;
+    let mut unreadable = Vec::new();
     while let Some(page) = pages.next().await? {
+        unreadable.extend(page.unreadable);
         let wanted = |entry: &Entry| {
             let state = State::of(&entry.record, entry.now);
             state != State::Expired && args.state.is_none_or(|asked| state.is(asked))
         };
-        let mut entries: Vec<Entry> = page.into_iter().filter(wanted).collect();
+        let mut entries: Vec<Entry> = page.entries.into_iter().filter(wanted).collect();
         let more = u64::try_from(entries.len()).unwrap_or(u64::MAX) > left;
         entries.truncate(usize::try_from(left).unwrap_or(usize::MAX));
         left -= entries.len() as u64;
         listing.page(&entries, out)?;
         if more {
-            listing.end(out)?;
             eprintln!("onlyonce: there are more than {limit}; --limit N shows more, --limit 0 all");
-            return Ok(());
+            break;
         }
     }
     listing.end(out)?;
-    Ok(())
+    if unreadable.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::failed(format!("the list is not complete:\n  {}", unreadable.join("\n  "))))
 }
 
 async fn show(args: &KeyArgs, store: &OpenStore, out: &mut impl Write) -> Result<(), Failure> {
@@ -324,9 +328,10 @@ async fn release(args: &ReleaseArgs, store: &OpenStore, out: &mut impl Write) ->
 async fn complete(
     args: &CompleteArgs,
     store: &OpenStore,
-    retention: Duration,
+    record_cookies: bool,
     out: &mut impl Write,
 ) -> Result<(), Failure> {
+    let headers = recordable(&args.header, record_cookies)?;
     let entry = find_one(&args.key, store).await?;
     match State::of(&entry.record, entry.now) {
         State::Running if !args.force => return Err(still_running(&entry, "complete")),
@@ -337,14 +342,14 @@ async fn complete(
         }
         _ => {}
     }
-    let retention = args.retention.unwrap_or(retention);
+    let retention = args.retention.unwrap_or_else(|| asked_retention(&entry.record));
     if retention.is_zero() || retention > onlyonce::settings::DURATION_MAX {
         return Err(Failure::usage("--retention must be longer than zero and at most ten years (3660d)"));
     }
     let outcome = Recorded::Response(Response {
         status: StatusCode::from_u16(args.status)
             .map_err(|_| Failure::usage("--status must be from 200 to 599"))?,
-        headers: args.header.iter().cloned().collect::<HeaderMap>(),
+        headers,
         body: body(args.body.as_deref())?,
         trailers: HeaderMap::new(),
     })
@@ -352,7 +357,7 @@ async fn complete(
     // Only `retention` counts for a record that is done.
     let policy = Policy { lease: Duration::ZERO, retention, on_lapse: Lapse::default() };
     let verdict = Verdict::Keep(outcome);
-    let Finish::Complete(write) = machine::finish(&entry.record, verdict, fresh_revision(), &policy) else {
+    let Finish::Complete(write) = machine::finish(&entry.record, verdict, Revision::fresh(), &policy) else {
         return Err(Failure::failed("an outcome to keep was not kept"));
     };
     let written = store.store().replace(entry.operation.id(), entry.record.revision, write.clone()).await?;
@@ -387,10 +392,16 @@ async fn purge(args: &PurgeArgs, store: &OpenStore, out: &mut impl Write) -> Res
 /// All that match; at least one.
 async fn find(args: &KeyArgs, store: &OpenStore) -> Result<Vec<Entry>, Failure> {
     let key = key(&args.key)?;
-    let mut pages = Pages::new(store.inspect(), args.filter.filter(Some(key.as_str())));
+    let mut pages = Pages::new(store, args.filter.filter(Some(key.as_str())));
     let mut found = Vec::new();
     while let Some(page) = pages.next().await? {
-        found.extend(page.into_iter().filter(|entry| State::of(&entry.record, entry.now) != State::Expired));
+        // A record that cannot be read may be the one that is meant.
+        if !page.unreadable.is_empty() {
+            return Err(Failure::failed(format!("store: {}", page.unreadable.join("\n  "))));
+        }
+        found.extend(
+            page.entries.into_iter().filter(|entry| State::of(&entry.record, entry.now) != State::Expired),
+        );
     }
     if found.is_empty() {
         return Err(Failure::failed(format!("there is no such key: {key}")));
@@ -455,41 +466,57 @@ fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
     let malformed = || "a header line is NAME: VALUE, such as 'content-type: application/json'".to_owned();
     let (name, value) = text.split_once(':').ok_or_else(malformed)?;
     let name: HeaderName = name.trim().parse().map_err(|_| malformed())?;
-    if [CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].contains(&name) {
-        return Err(format!("{name} belongs to each connection and is set by the proxy"));
-    }
     Ok((name, value.trim().parse().map_err(|_| malformed())?))
 }
 
-pub(crate) fn fresh_revision() -> Revision {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).expect("the operating system has a source of randomness");
-    Revision(u128::from_be_bytes(bytes))
+/// The header lines, unless the layer would not record one of them from a service: it could not be given
+/// again either.
+fn recordable(lines: &[(HeaderName, HeaderValue)], record_cookies: bool) -> Result<HeaderMap, Failure> {
+    let headers: HeaderMap = lines.iter().cloned().collect();
+    let recorded = onlyonce::recorded_headers(&headers, record_cookies);
+    let refused = headers.keys().find(|name| {
+        let ours = **name == onlyonce::IDEMPOTENT_REPLAYED || name.as_str().starts_with("onlyonce-");
+        ours || !recorded.contains_key(*name)
+    });
+    match refused {
+        Some(name) => Err(Failure::usage(format!(
+            "--header {name}: is never recorded; it belongs to one connection, one moment or one session, or \
+             is set by the proxy"
+        ))),
+        None => Ok(recorded),
+    }
+}
+
+/// The retention under which the record was written: its route's, when the key was claimed.
+fn asked_retention(record: &Record) -> Duration {
+    match record.state {
+        Stored::Running { lease_until } => record.expires_at.since(lease_until),
+        Stored::Done { completed_at, .. } => record.expires_at.since(completed_at),
+    }
 }
 
 /// The records that match a filter, a page at a time, so that millions need no memory.
-pub(crate) struct Pages {
-    inspect: Arc<dyn Inspect>,
+pub(crate) struct Pages<'a> {
+    store: &'a OpenStore,
     filter: Filter,
     after: Option<Cursor>,
     ended: bool,
 }
 
-impl Pages {
-    pub(crate) fn new(inspect: Arc<dyn Inspect>, filter: Filter) -> Self {
-        Self { inspect, filter, after: None, ended: false }
+impl<'a> Pages<'a> {
+    pub(crate) fn new(store: &'a OpenStore, filter: Filter) -> Self {
+        Self { store, filter, after: None, ended: false }
     }
 
     /// `None` after the last page.
-    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Entry>>, StoreError> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Page>, StoreError> {
         if self.ended {
             return Ok(None);
         }
-        let page = self.inspect.list(&self.filter, self.after.as_ref(), PAGE_ROWS).await?;
-        self.ended = page.len() < PAGE_ROWS as usize;
-        self.after =
-            page.last().map(|entry| Cursor { created_at: entry.record.created_at, id: entry.operation.id() });
-        Ok(if page.is_empty() { None } else { Some(page) })
+        let page = self.store.page(&self.filter, self.after.as_ref(), PAGE_ROWS).await?;
+        self.after.clone_from(&page.next);
+        self.ended = page.next.is_none();
+        Ok(Some(page))
     }
 }
 

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use onlyonce_core::store::{Cursor, Filter};
 use onlyonce_core::{Inspect, Store, StoreError};
+pub(crate) use onlyonce_sqlite::Page;
 use onlyonce_sqlite::{OpenError, OpenErrorKind, SqliteOptions, SqliteStore};
 use tokio::time::{Instant, sleep};
 use tracing::warn;
@@ -112,6 +114,16 @@ impl OpenStore {
     #[must_use]
     pub fn inspect(&self) -> Arc<dyn Inspect> {
         Arc::new(self.sqlite.clone())
+    }
+
+    /// A part of a listing, damaged records apart.
+    pub(crate) async fn page(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Page, StoreError> {
+        self.sqlite.page(filter, after, rows_max).await
     }
 
     pub(crate) fn sqlite(&self) -> &SqliteStore {

@@ -1,5 +1,7 @@
 use clap::Parser;
 use serde_json::Value;
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{ConnectOptions, Connection};
 
 use super::*;
 
@@ -44,7 +46,7 @@ async fn what_is_wrong_fails_and_what_is_absent_warns() {
     let (text, absent) = (folder.path().join("notes.txt"), folder.path().join("absent.db"));
     std::fs::write(&text, "not a database ".repeat(99)).unwrap();
     let (ended, lines) = doctor(&["--store", &format!("sqlite:{}", text.display())]).await;
-    assert_eq!(ended.unwrap_err().code, 1);
+    assert_eq!(ended.unwrap_err().code, 2);
     assert_eq!(result(&lines, "store"), "fail");
 
     let absent_url = format!("sqlite:{}", absent.display());
@@ -54,7 +56,7 @@ async fn what_is_wrong_fails_and_what_is_absent_warns() {
     assert!(!absent.exists(), "it looks and does not create");
 
     let (ended, lines) = doctor(&["--store", &format!("{absent_url}?synchronous=off")]).await;
-    assert_eq!(ended.unwrap_err().code, 1);
+    assert_eq!(ended.unwrap_err().code, 2);
     assert_eq!(result(&lines, "durable"), "fail");
 
     let (ended, lines) = doctor(&["--store", &absent_url, "--upstream", "http://127.0.0.1:1"]).await;
@@ -62,6 +64,30 @@ async fn what_is_wrong_fails_and_what_is_absent_warns() {
     assert_eq!(result(&lines, "upstream"), "fail");
 
     let (ended, lines) = doctor(&["--store", "postgres://x"]).await;
-    assert_eq!(ended.unwrap_err().code, 1);
+    assert_eq!(ended.unwrap_err().code, 2);
     assert_eq!(result(&lines, "config"), "fail");
+
+    let (ended, lines) = doctor(&["--store", &absent_url, "--upstream", "ftp://x"]).await;
+    assert_eq!(ended.unwrap_err().code, 2);
+    assert_eq!(result(&lines, "upstream"), "fail");
+}
+
+#[tokio::test]
+async fn a_damaged_record_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys.db");
+    let url = StoreUrl::file(&path);
+    let store = OpenStore::open(&url, false, Duration::ZERO).await.unwrap();
+    let policy = Policy { lease: SLOW_WRITE, retention: SLOW_WRITE, on_lapse: Lapse::Rerun };
+    let write = machine::grant(Fingerprint { target: [0; 32], body: [0; 32] }, Revision::fresh(), &policy);
+    let operation = Operation::new("default", "POST /payments", "", Key::new("k").unwrap());
+    store.store().insert(&operation, write).await.unwrap();
+    let mut connection = SqliteConnectOptions::new().filename(&path).connect().await.unwrap();
+    sqlx::query("UPDATE idempotency_keys SET attempt = -1").execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+
+    let (ended, lines) = doctor(&["--store", &url.to_string()]).await;
+    assert_eq!(ended.unwrap_err().code, 1);
+    assert_eq!(result(&lines, "keys"), "fail", "{lines:?}");
+    store.close().await.unwrap();
 }

@@ -1,6 +1,8 @@
 use clap::Parser;
 use onlyonce_core::{Claimed, Engine, Fingerprint, Grant, Operation, Outcome};
 use serde_json::Value;
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{ConnectOptions, Connection};
 use tempfile::TempDir;
 
 use super::*;
@@ -50,6 +52,14 @@ impl Fixture {
         self.running("", key).await.finish(Verdict::Keep(outcome)).await.unwrap();
     }
 
+    async fn damage(&self, key: &str) {
+        let path = self.store.sqlite().path().unwrap();
+        let mut connection = SqliteConnectOptions::new().filename(path).connect().await.unwrap();
+        let damage = sqlx::query("UPDATE idempotency_keys SET attempt = -1 WHERE key = ?").bind(key);
+        assert_eq!(damage.execute(&mut connection).await.unwrap().rows_affected(), 1);
+        connection.close().await.unwrap();
+    }
+
     async fn run(&self, arguments: &[&str]) -> (Result<(), Failure>, String) {
         let url = self.url.to_string();
         let line = ["keys"].iter().chain(arguments).copied().chain(["--store", &url]);
@@ -84,6 +94,7 @@ async fn a_listing_has_the_documented_fields() {
     let fields: Vec<_> = rows[0].as_object().unwrap().keys().map(String::as_str).collect();
     let mut expected = [
         "id",
+        "namespace",
         "endpoint",
         "caller",
         "key",
@@ -107,6 +118,7 @@ async fn a_listing_has_the_documented_fields() {
             (Some("k-done"), Some("done"))
         ]
     );
+    assert_eq!(rows[0]["namespace"], "default");
     assert_eq!((&rows[0]["caller"], &rows[0]["attempt"]), (&Value::from("ann"), &Value::from(1)));
     assert_eq!((&rows[2]["status"], &rows[2]["body_bytes"]), (&Value::from(201), &Value::from(4)));
     assert_eq!((&rows[0]["status"], &rows[2]["lease_until"]), (&Value::Null, &Value::Null));
@@ -306,12 +318,90 @@ async fn a_file_that_is_no_store_is_exit_code_2() {
 }
 
 #[test]
-fn the_framing_of_a_recorded_answer_is_not_an_operators() {
+fn a_header_line_is_a_name_and_a_value() {
     assert!(header("content-type: text/plain").is_ok());
-    for line in
-        ["Content-Length: 3", "transfer-encoding: chunked", "connection: close", "no colon", ": x", "a b: c"]
-    {
+    for line in ["no colon", ": x", "a b: c"] {
         assert!(header(line).is_err(), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn what_the_proxy_never_records_is_not_an_operators_to_record() {
+    let fixture = Fixture::new().await;
+    fixture.lapsed("k").await;
+    for line in [
+        "Content-Length: 3",
+        "transfer-encoding: chunked",
+        "connection: close",
+        "keep-alive: timeout=5",
+        "proxy-connection: close",
+        "upgrade: websocket",
+        "te: trailers",
+        "trailer: x-sum",
+        "date: now",
+        "set-cookie: session=1",
+        "www-authenticate: Basic",
+        "server-timing: db;dur=1",
+        "idempotent-replayed: false",
+        "onlyonce-refused: store-unavailable",
+    ] {
+        let (code, message) = fixture.code(&["complete", "k", "--header", "etag: 1", "--header", line]).await;
+        let name = line.split(':').next().unwrap().to_ascii_lowercase();
+        assert!(code == 2 && message.contains(&format!("--header {name}: ")), "{line}: {message}");
+    }
+    assert_eq!(fixture.json(&["show", "k", "--json"]).await[0]["state"], "lapsed");
+
+    let file = fixture._folder.path().join("onlyonce.toml");
+    std::fs::write(&file, "[defaults]\nrecord_cookies = true\n").unwrap();
+    let config = file.display().to_string();
+    let line = ["complete", "k", "--header", "set-cookie: session=1", "--config", &config];
+    assert_eq!(fixture.run(&line).await.0, Ok(()));
+}
+
+#[tokio::test]
+async fn a_completed_key_is_remembered_for_as_long_as_its_claim_wanted() {
+    let fixture = Fixture::new().await;
+    for (key, lease, retention) in [("k", TICK, 2 * MINUTE), ("k2", MINUTE, 3 * MINUTE)] {
+        drop(fixture.claim("", key, lease, retention).await);
+        tokio::time::sleep(2 * TICK).await;
+        for _ in 0..2 {
+            let row = &fixture.json(&["complete", key, "--force", "--json"]).await[0];
+            let time = |field: &str| row[field].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
+            let remembered = time("expires_at").duration_since(time("completed_at"));
+            assert_eq!(remembered.unsigned_abs(), retention, "{key}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_record_does_not_hide_the_others() {
+    let fixture = Fixture::new().await;
+    let count = PAGE_ROWS as usize + 2;
+    for number in 0..count {
+        drop(fixture.running("", &format!("k{number}")).await);
+    }
+    // The first and the last of a page, so that the next one has to start after a damaged record.
+    for number in [0, PAGE_ROWS - 1] {
+        fixture.damage(&format!("k{number}")).await;
+    }
+    let (ended, text) = fixture.run(&["list", "--json"]).await;
+    let rows: Vec<Value> = serde_json::from_str(&text).unwrap();
+    let mut keys: Vec<_> = rows.iter().map(|row| row["key"].as_str().unwrap()).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!((rows.len(), keys.len()), (count - 2, count - 2));
+    let failure = ended.unwrap_err();
+    assert_eq!(failure.code, 1);
+    let message = failure.message.unwrap();
+    for number in [0, PAGE_ROWS - 1] {
+        let key = Key::new(format!("k{number}")).unwrap();
+        let id = Operation::new("default", "POST /payments", "", key).id().to_string();
+        assert!(message.contains(&id) && message.contains("attempt -1"), "{message}");
+    }
+    // Nobody decides about what cannot be read.
+    for command in ["show", "release", "complete"] {
+        assert_eq!(fixture.code(&[command, "k0"]).await.0, 1);
+        assert_eq!(fixture.run(&[command, "k1"]).await.0.is_ok(), command == "show");
     }
 }
 

@@ -15,6 +15,7 @@ use super::State;
 #[derive(Serialize)]
 struct Row<'a> {
     id: String,
+    namespace: &'a str,
     endpoint: &'a str,
     caller: &'a str,
     key: &'a str,
@@ -37,6 +38,7 @@ impl<'a> Row<'a> {
         };
         Self {
             id: operation.id().to_string(),
+            namespace: operation.namespace(),
             endpoint: operation.endpoint(),
             caller: operation.caller(),
             key: operation.key().as_str(),
@@ -155,7 +157,7 @@ pub(super) fn details(entries: &[Entry], out: &mut impl Write) -> io::Result<()>
         for (name, value) in [
             ("key", printable(row.key)),
             ("id", row.id),
-            ("namespace", printable(entry.operation.namespace())),
+            ("namespace", printable(row.namespace)),
             ("endpoint", printable(row.endpoint)),
             ("caller", caller(row.caller)),
             ("state", row.state.to_owned()),
@@ -183,7 +185,7 @@ pub(super) fn candidates(entries: &[Entry]) -> String {
             text,
             "  --id {}  namespace {}, endpoint {}, caller {}, {}",
             row.id,
-            printable(entry.operation.namespace()),
+            printable(row.namespace),
             printable(row.endpoint),
             caller(row.caller),
             row.state
