@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::builder::{BoolishValueParser, Resettable};
+use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing::info;
 
 use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
@@ -81,7 +81,12 @@ pub struct StoreArgs {
     #[arg(long, env = "ONLYONCE_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Use a store that can forget what it acknowledged, for tests only
-    #[arg(long, env = "ONLYONCE_ALLOW_VOLATILE")]
+    #[arg(
+        long,
+        env = "ONLYONCE_ALLOW_VOLATILE",
+        action = ArgAction::SetTrue,
+        value_parser = BoolishValueParser::new()
+    )]
     pub allow_volatile: bool,
     /// `DATABASE_URL`, which counts if nothing else names a store.
     #[arg(skip)]
@@ -138,7 +143,8 @@ impl Cli {
     /// The command line of this process.
     #[must_use]
     pub fn from_process() -> Self {
-        let mut cli = Self::parse();
+        let command = without_empty_variables(Self::command());
+        let mut cli = Self::from_arg_matches(&command.get_matches()).unwrap_or_else(|error| error.exit());
         let database_url = std::env::var("DATABASE_URL").ok().filter(|url| !url.is_empty());
         if let Some(store) = cli.store_args() {
             store.database_url = database_url;
@@ -184,6 +190,17 @@ impl Cli {
             }
         }
     }
+}
+
+/// An empty variable is none, as an empty `DATABASE_URL` is: that is how deployments leave one out.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let empty = |arg: &clap::Arg| {
+        let variable = arg.get_env().and_then(std::env::var_os);
+        variable.is_some_and(|value| value.is_empty())
+    };
+    command
+        .mut_args(|arg| if empty(&arg) { arg.env(Resettable::Reset) } else { arg })
+        .mut_subcommands(without_empty_variables)
 }
 
 /// Why a command ends with another exit code than 0.
@@ -279,7 +296,20 @@ fn announce(running: &Running, format: LogFormat, upstream: &str, store: &str) {
         LogFormat::Text => eprintln!(
             "onlyonce: listening on http://{listen}, admin on http://{admin}, upstream {upstream}, store {store}"
         ),
-        LogFormat::Json => info!(%listen, %admin, upstream, store, "listening"),
+        // As the log would write it, for whoever reads lines of one form.
+        LogFormat::Json => eprintln!(
+            "{}",
+            serde_json::json!({
+                "timestamp": format!("{:.6}", jiff::Timestamp::now()),
+                "level": "INFO",
+                "message": "listening",
+                "listen": listen.to_string(),
+                "admin": admin.to_string(),
+                "upstream": upstream,
+                "store": store,
+                "target": module_path!(),
+            })
+        ),
     }
     let checked = upstream.to_owned();
     let address = crate::upstream::Upstream::parse(upstream).map(|upstream| upstream.address());
