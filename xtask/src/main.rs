@@ -40,11 +40,18 @@ const JOBS: [Job; 7] = [
     Job { name: "demo", about: "the release build is small enough, and its demo runs", run: demo },
 ];
 
+/// Takes too long for `ci`.
+const SOAK: Job =
+    Job { name: "soak", about: "kills, cuts and crashes at random for half an hour", run: soak };
+
+/// How many times as often as in `test`.
+const SOAK_FACTOR: &str = "40";
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let outcome = match arguments.as_slice() {
         [name] if name == "ci" => ci(),
-        [name] => match JOBS.iter().find(|job| job.name == name) {
+        [name] => match JOBS.iter().chain([&SOAK]).find(|job| job.name == name) {
             Some(job) => step(job),
             None => return usage(),
         },
@@ -64,6 +71,7 @@ fn usage() -> ExitCode {
     for Job { name, about, .. } in &JOBS {
         eprintln!("  {name:<10} {about}");
     }
+    eprintln!("\nand by itself\n\n  {:<10} {}", SOAK.name, SOAK.about);
     ExitCode::from(2)
 }
 
@@ -102,6 +110,13 @@ fn docs() -> Outcome {
 
 fn test() -> Outcome {
     run(cargo(["test", "--workspace", "--locked"]))
+}
+
+fn soak() -> Outcome {
+    let mut command =
+        cargo(["test", "-p", "onlyonce-cli", "--locked", "--test", "crash", "--test", "postgres"]);
+    command.env("ONLYONCE_SOAK", SOAK_FACTOR).args(["--", "--test-threads", "1", "random", "load", "killed"]);
+    run(command)
 }
 
 fn deps() -> Outcome {

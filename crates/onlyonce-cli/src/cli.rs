@@ -13,6 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
+use crate::store::OpenError;
 use crate::telemetry::{self, LogFormat};
 use crate::{demo, doctor, migrate};
 
@@ -74,7 +75,7 @@ enum Command {
 /// Which store a command works on.
 #[derive(Args, Clone, Debug, Default)]
 pub struct StoreArgs {
-    /// Where keys are kept: sqlite:PATH [default: sqlite:onlyonce.db]
+    /// Where keys are kept: sqlite:PATH or postgres://... [default: sqlite:onlyonce.db]
     #[arg(long, env = "ONLYONCE_STORE", hide_env_values = true, value_name = "URL")]
     pub store: Option<String>,
     /// The TOML file with the settings
@@ -239,8 +240,8 @@ impl From<StartError> for Failure {
     }
 }
 
-impl From<onlyonce_sqlite::OpenError> for Failure {
-    fn from(error: onlyonce_sqlite::OpenError) -> Self {
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
         StartError::from(error).into()
     }
 }

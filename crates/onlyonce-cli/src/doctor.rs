@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use onlyonce_core::store::{Filter, Inserted};
 use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, Revision, machine};
-use onlyonce_sqlite::{OpenError, OpenErrorKind};
 use serde_json::json;
 
 use crate::admin;
@@ -14,7 +13,7 @@ use crate::cli::{FAILED, Failure, StoreArgs, USAGE};
 use crate::config::{self, FileConfig};
 use crate::connect::Connector;
 use crate::keys::{Pages, State};
-use crate::store::{OpenStore, StoreUrl};
+use crate::store::{Concern, OpenError, OpenStore, StoreUrl};
 use crate::upstream::Upstream;
 
 /// Above this many records they are not counted by state: that reads every one of them.
@@ -80,9 +79,9 @@ impl Report {
     }
 
     fn not_opened(&mut self, error: &OpenError) {
-        match error.kind() {
-            OpenErrorKind::Refused => self.refuse("store", error.to_string()),
-            OpenErrorKind::Failed => self.line("store", Level::Fail, error.to_string()),
+        match error.is_refused() {
+            true => self.refuse("store", error.to_string()),
+            false => self.line("store", Level::Fail, error.to_string()),
         }
     }
 
@@ -139,8 +138,7 @@ async fn examine(args: &DoctorArgs) -> Report {
 }
 
 async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
-    let options = url.options(allow_volatile);
-    match (options.volatile(), allow_volatile) {
+    match (url.volatile(), allow_volatile) {
         (Some(reason), true) => {
             report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"));
         }
@@ -149,22 +147,20 @@ async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
         }
         (None, _) => report.line("durable", Level::Ok, "every acknowledged write is on disk"),
     }
-    match onlyonce_sqlite::schema_version(&options).await {
-        Ok(Some(version)) if version == onlyonce_sqlite::SCHEMA_VERSION => {
+    let wanted = url.schema_wanted();
+    match url.schema_found(allow_volatile).await {
+        Ok(Some(version)) if version == wanted => {
             report.line("schema", Level::Ok, format!("version {version}, as this build wants it"));
         }
-        Ok(Some(version)) if version < onlyonce_sqlite::SCHEMA_VERSION => {
-            let wanted = onlyonce_sqlite::SCHEMA_VERSION;
-            return report.line(
-                "schema",
-                Level::Warn,
-                format!("version {version}; `onlyonce migrate` or the next start takes it to {wanted}"),
-            );
+        Ok(Some(version)) if version < wanted => {
+            let detail =
+                format!("version {version}; `onlyonce migrate` or the next start takes it to {wanted}");
+            return report.line("schema", Level::Warn, detail);
         }
+        // A newer build may have left it so that this one still can use it: opening it tells.
         Ok(Some(version)) => {
-            let known = onlyonce_sqlite::SCHEMA_VERSION;
-            let detail = format!("version {version} is newer than this build, which knows up to {known}");
-            return report.refuse("schema", detail);
+            let detail = format!("version {version} is newer than this build, which knows up to {wanted}");
+            report.line("schema", Level::Warn, detail);
         }
         Ok(None) => {
             let detail =
@@ -191,15 +187,16 @@ async fn look_into(
     url: &StoreUrl,
     store: &OpenStore,
 ) -> Result<(), onlyonce_core::StoreError> {
-    let facts = store.sqlite().facts().await?;
-    report.line(
-        "store",
-        Level::Ok,
-        format!(
-            "{url}, SQLite {}, journal_mode {}, synchronous {}",
-            facts.sqlite_version, facts.journal_mode, facts.synchronous
-        ),
-    );
+    let facts = store.facts().await?;
+    report.line("store", Level::Ok, format!("{url}, {}", facts.about));
+    for (check, concern, note) in facts.notes {
+        let level = match concern {
+            Concern::None => Level::Ok,
+            Concern::Some => Level::Warn,
+            Concern::Grave => Level::Fail,
+        };
+        report.line(check, level, note);
+    }
     match write_once(store).await? {
         took if took > SLOW_WRITE => report.line(
             "write",
@@ -212,11 +209,13 @@ async fn look_into(
             format!("a durable write took {:.1} ms", took.as_secs_f64() * 1e3),
         ),
     }
-    if facts.records > COUNTED_RECORDS_MAX {
-        report.line("keys", Level::Ok, format!("{} records, expired ones included", facts.records));
+    let records = facts.records.unwrap_or_default();
+    if records > COUNTED_RECORDS_MAX {
+        let about = if facts.exact { "" } else { "about " };
+        report.line("keys", Level::Ok, format!("{about}{records} records, expired ones included"));
         return Ok(());
     }
-    let (mut running, mut lapsed, mut done) = (0_u64, 0_u64, 0_u64);
+    let (mut running, mut lapsed, mut done, mut expired) = (0_u64, 0_u64, 0_u64, 0_u64);
     let mut unreadable = Vec::new();
     let mut pages = Pages::new(store, Filter::default());
     while let Some(page) = pages.next().await? {
@@ -226,14 +225,13 @@ async fn look_into(
                 State::Running => running += 1,
                 State::Lapsed => lapsed += 1,
                 State::Done => done += 1,
-                State::Expired => {}
+                State::Expired => expired += 1,
             }
         }
     }
     for reason in &unreadable {
         report.line("keys", Level::Fail, reason.clone());
     }
-    let expired = facts.records.saturating_sub(running + lapsed + done + unreadable.len() as u64);
     let counts =
         format!("{running} running, {lapsed} lapsed, {done} done, {expired} expired and not yet swept");
     report.line("keys", if lapsed == 0 { Level::Ok } else { Level::Warn }, counts);

@@ -24,7 +24,6 @@ use metrics::counter;
 use onlyonce::caller::Caller;
 use onlyonce::{Config, OnlyonceLayer};
 use onlyonce_core::Store;
-use onlyonce_sqlite::OpenErrorKind;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
@@ -39,7 +38,7 @@ use crate::forward::Forward;
 use crate::jwt::JwtCaller;
 use crate::metered::Metered;
 use crate::server::{self, Ending};
-use crate::store::OpenStore;
+use crate::store::{OpenError, OpenStore};
 use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS, UPKEEP_EVERY};
 
 /// How long what is not guarded may go on after a signal to stop, on the local clock.
@@ -186,12 +185,10 @@ pub enum StartError {
     Failed(String),
 }
 
-impl From<onlyonce_sqlite::OpenError> for StartError {
-    fn from(error: onlyonce_sqlite::OpenError) -> Self {
-        match error.kind() {
-            OpenErrorKind::Refused => Self::Refused(format!("store: {error}")),
-            OpenErrorKind::Failed => Self::Failed(format!("store: {error}")),
-        }
+impl From<OpenError> for StartError {
+    fn from(error: OpenError) -> Self {
+        let reason = format!("store: {error}");
+        if error.is_refused() { Self::Refused(reason) } else { Self::Failed(reason) }
     }
 }
 

@@ -7,92 +7,12 @@
 
 mod support;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::collections::BTreeMap;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use support::{Ask, PATIENCE, Proxy, Setup, Upstream, millis, post, until};
-
-/// A number from 0 to below `end`.
-fn random(end: u64) -> u64 {
-    RandomState::new().hash_one(0) % end
-}
-
-/// Clients that send every key twice at once, and retry it while the proxy comes and goes.
-struct Load {
-    stop: Arc<AtomicBool>,
-    clients: Vec<JoinHandle<()>>,
-    seen: Arc<Mutex<Seen>>,
-}
-
-#[derive(Default)]
-struct Seen {
-    /// The bodies of the answers that came to their end, by key.
-    answers: BTreeMap<String, BTreeSet<Vec<u8>>>,
-    /// Keys that nobody got an answer for; what became of them is for their leases to say.
-    unanswered: BTreeSet<String>,
-}
-
-const CLIENTS: u64 = 4;
-
-impl Load {
-    fn start(proxy: &Proxy) -> Self {
-        let (stop, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
-        let clients = (0..CLIENTS * 2).map(|client| {
-            let (addr, stop, seen) = (proxy.addr, Arc::clone(&stop), Arc::clone(&seen));
-            thread::spawn(move || {
-                for number in 0.. {
-                    // A pair of clients works through the same keys.
-                    let key = format!("{}-{number}", client / 2);
-                    let request = work(&key);
-                    let mut answered = false;
-                    for _ in 0..6 {
-                        if stop.load(Ordering::SeqCst) {
-                            break;
-                        }
-                        match request.try_send(addr) {
-                            Ok(answer) if answer.status == 201 && answer.whole => {
-                                seen.lock()
-                                    .unwrap()
-                                    .answers
-                                    .entry(key.clone())
-                                    .or_default()
-                                    .insert(answer.body);
-                                answered = true;
-                                break;
-                            }
-                            // In progress, broken off, or nobody there.
-                            _ => thread::sleep(millis(25)),
-                        }
-                    }
-                    if !answered {
-                        seen.lock().unwrap().unanswered.insert(key);
-                    }
-                    if stop.load(Ordering::SeqCst) {
-                        return;
-                    }
-                }
-            })
-        });
-        Self { clients: clients.collect(), stop, seen }
-    }
-
-    fn end(self) -> Seen {
-        self.stop.store(true, Ordering::SeqCst);
-        self.clients.into_iter().for_each(|client| client.join().unwrap());
-        std::mem::take(&mut *self.seen.lock().unwrap())
-    }
-}
-
-/// Work whose steps take a random time, so that every one of them is interrupted now and then; some
-/// answers are streamed. A retry may order it in another way: orders are headers, which do not count.
-fn work(key: &str) -> Ask {
-    let framing = ["", "pieces=3 pause=8", "chunked pieces=3 pause=8"][random(3) as usize];
-    post(key).order(&format!("before={} after={} {framing}", random(25), random(25)))
-}
+use support::load::{Load, Seen, random, rounds};
+use support::{PATIENCE, Proxy, Setup, Upstream, millis, post, until};
 
 /// Kills the proxy and starts it again, on the same store and port.
 fn crash(proxy: &mut Proxy, setup: &Setup) {
@@ -111,7 +31,7 @@ fn crash(proxy: &mut Proxy, setup: &Setup) {
 fn crashes(setup: Setup, rounds: u32) -> (Proxy, Seen) {
     let mut proxy = setup.start();
     let setup = setup.listen(proxy.addr);
-    let load = Load::start(&proxy);
+    let load = Load::start(vec![proxy.addr]);
     for _ in 0..rounds {
         thread::sleep(millis(100 + random(300)));
         crash(&mut proxy, &setup);
@@ -123,7 +43,7 @@ fn crashes(setup: Setup, rounds: u32) -> (Proxy, Seen) {
 fn killed_at_random_no_effect_happens_twice_and_no_answer_changes() {
     let upstream = Upstream::start();
     let config = "[defaults]\non_lapse = \"hold\"\nstream_after = \"0s\"\n";
-    let (proxy, seen) = crashes(Setup::new(upstream.url()).config(config), 14);
+    let (proxy, seen) = crashes(Setup::new(upstream.url()).config(config), rounds(14));
     for (key, effects) in upstream.effects_by_key() {
         assert_eq!(effects, 1, "{key}: no lease has ended");
     }
@@ -152,7 +72,7 @@ fn killed_at_random_every_key_is_settled_after_its_lease() {
     const LEASE: Duration = Duration::from_secs(2);
     let upstream = Upstream::start();
     let config = "[defaults]\ntimeout = \"1s\"\nlease = \"2s\"\nstream_after = \"0s\"\n";
-    let (proxy, seen) = crashes(Setup::new(upstream.url()).config(config), 8);
+    let (proxy, seen) = crashes(Setup::new(upstream.url()).config(config), rounds(8));
     // Whatever a crash has interrupted was claimed before now.
     thread::sleep(LEASE);
     for key in seen.answers.keys().chain(&seen.unanswered) {

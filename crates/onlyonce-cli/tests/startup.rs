@@ -92,7 +92,7 @@ fn a_flag_that_cannot_be_is_refused_with_what_is_allowed() {
             &[store, "--upstream", NOWHERE, "--listen=127.0.0.1:8099", "--admin=127.0.0.1:8099"],
             &["admin", "own"],
         ),
-        (&["--upstream", NOWHERE, "--store=postgres://ann:hunter2@db/x"], &["--store", "sqlite:PATH"]),
+        (&["--upstream", NOWHERE, "--store=mysql://ann:hunter2@db/x"], &["--store", "sqlite:PATH"]),
         (
             &["--upstream", NOWHERE, "--store=sqlite:keys.db?colour=blue"],
             &["--store", "colour", "busy_timeout_ms"],

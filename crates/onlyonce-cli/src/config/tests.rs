@@ -175,7 +175,7 @@ fn an_error_names_the_line_and_what_is_allowed() {
         ("\nlisten = \"x\"", Some(2), &["`listen`", "HOST:PORT"][..]),
         ("admin = \":8080\"", Some(1), &["`admin`", "HOST:PORT"]),
         ("upstream = \"ftp://up\"", Some(1), &["`upstream`", "http://HOST"]),
-        ("store = \"postgres://ann:hunter2@db/x\"", Some(1), &["`store`", "postgres", "sqlite:PATH"]),
+        ("store = \"mysql://ann:hunter2@db/x\"", Some(1), &["`store`", "mysql", "sqlite:PATH"]),
         ("store = \"keys.db\"", Some(1), &["`store`", "sqlite:PATH"]),
         ("namespace = \"\"", Some(1), &["`namespace`"]),
         ("\n\nsweep_every = \"0s\"", Some(3), &["`sweep_every`", "longer than zero"]),
@@ -272,7 +272,7 @@ fn database_url_counts_only_where_nothing_names_a_store() {
     args.store.database_url = Some("sqlite:env.db".into());
     assert_eq!(ProxyConfig::load(&args).unwrap().store.to_string(), "sqlite:env.db");
     args.store.store = Some("sqlite:flag.db".into());
-    args.store.database_url = Some("postgres://ann:hunter2@db/x".into());
+    args.store.database_url = Some("mysql://ann:hunter2@db/x".into());
     assert_eq!(ProxyConfig::load(&args).unwrap().store.to_string(), "sqlite:flag.db");
     args.store.store = None;
     let error = ProxyConfig::load(&args).unwrap_err().to_string();

@@ -53,7 +53,8 @@ impl Fixture {
     }
 
     async fn damage(&self, key: &str) {
-        let path = self.store.sqlite().path().unwrap();
+        let OpenStore::Sqlite(store) = &self.store else { panic!("the tests are on a file") };
+        let path = store.path().unwrap();
         let mut connection = SqliteConnectOptions::new().filename(path).connect().await.unwrap();
         let damage = sqlx::query("UPDATE idempotency_keys SET attempt = -1 WHERE key = ?").bind(key);
         assert_eq!(damage.execute(&mut connection).await.unwrap().rows_affected(), 1);

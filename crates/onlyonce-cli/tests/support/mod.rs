@@ -1,6 +1,7 @@
 //! Real processes and real sockets: the upstream, the proxy, and a client that shows the wire as it is.
 #![allow(dead_code, unreachable_pub, reason = "no test file uses all of it, and none is a library")]
 
+pub mod load;
 pub mod lock;
 
 use std::collections::BTreeMap;
@@ -206,6 +207,12 @@ impl Setup {
     /// Another instance: the same store, and a file of its own for settings.
     pub fn store_of(mut self, other: &Self) -> Self {
         self.store.clone_from(&other.store);
+        self
+    }
+
+    /// Another store.
+    pub fn store_url(mut self, url: &str) -> Self {
+        url.clone_into(&mut self.store);
         self
     }
 
