@@ -47,9 +47,6 @@ pub const UNGUARDED_GRACE: Duration = Duration::from_secs(10);
 /// How many expired records one call removes at most.
 pub const SWEEP_ROWS_MAX: u32 = 1_000;
 
-/// How soon the layer notices that nobody reads an answer any more, on the local clock.
-const SETTLE_TIME: Duration = Duration::from_millis(500);
-
 /// How long the store may take to tidy up at the end.
 const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
 
@@ -230,10 +227,10 @@ async fn wind_down(
     if finished {
         return Stopped::Drained;
     }
-    // Whoever still reads is cut off, and an answer that was only being passed on ends with its reader. That
-    // is no work left undone; what the layer goes on with is.
+    // Whoever still reads is cut off and can ask again. That is no work left undone; what the layer goes on
+    // with, now that nobody can ask for more, is.
     let _ = timeout(CLOSE_TIME_MAX, connections.wait()).await;
-    if timeout(SETTLE_TIME, layer.drained()).await.is_ok() {
+    if timeout(Duration::ZERO, layer.drained()).await.is_ok() {
         return Stopped::Drained;
     }
     warn!(grace = ?grace, "guarded work is left running; its keys stay held until their leases end");
