@@ -170,6 +170,10 @@ fn admit<B>(request: &mut Request<B>, client: SocketAddr) -> Result<(), Box<Resp
     if request.headers().get_all(HOST).iter().count() > 1 {
         return Err(Box::new(plain(StatusCode::BAD_REQUEST, "The request has more than one Host.\n")));
     }
+    // HTTP/1.1 wants one even where the target names it; nobody guesses which site was meant.
+    if request.version() == Version::HTTP_11 && !request.headers().contains_key(HOST) {
+        return Err(Box::new(plain(StatusCode::BAD_REQUEST, "The request has no Host.\n")));
+    }
     // HTTP/2 and the absolute form of HTTP/1.1 name the host in the target, and it counts.
     if let Some(authority) = request.uri().authority().cloned() {
         headers::set_host(request.headers_mut(), &authority);
@@ -261,7 +265,7 @@ mod tests {
         for (uri, version, line, host) in [
             ("/a", Version::HTTP_11, Some("shop"), Some("shop")),
             ("http://real:8080/a", Version::HTTP_11, Some("shop"), Some("real:8080")),
-            ("http://ann@real/a", Version::HTTP_11, None, Some("real")),
+            ("http://ann@real/a", Version::HTTP_11, Some("shop"), Some("real")),
             ("http://real/a", Version::HTTP_2, None, Some("real")),
             ("/a", Version::HTTP_10, None, None),
         ] {
@@ -275,9 +279,11 @@ mod tests {
     }
 
     #[test]
-    fn two_hosts_and_tunnels_are_refused() {
+    fn two_hosts_no_host_and_tunnels_are_refused() {
         let mut two = request("GET", "/", Version::HTTP_11, &[("host", "a"), ("host", "a")]);
         assert_eq!(admit(&mut two, client()).unwrap_err().status(), StatusCode::BAD_REQUEST);
+        let mut none = request("GET", "/", Version::HTTP_11, &[]);
+        assert_eq!(admit(&mut none, client()).unwrap_err().status(), StatusCode::BAD_REQUEST);
         let mut tunnel = request("CONNECT", "db:5432", Version::HTTP_11, &[("host", "db:5432")]);
         assert_eq!(admit(&mut tunnel, client()).unwrap_err().status(), StatusCode::METHOD_NOT_ALLOWED);
     }
@@ -285,6 +291,7 @@ mod tests {
     #[test]
     fn the_layer_sees_what_the_upstream_will_see() {
         let lines = [
+            ("host", "a"),
             ("connection", "x-user-id, authorization, te, upgrade"),
             ("x-user-id", "ann"),
             ("authorization", "Bearer ann"),
@@ -295,12 +302,12 @@ mod tests {
         assert!(admit(&mut request, client()).is_ok());
         let mut names: Vec<_> = request.headers().keys().map(http::HeaderName::as_str).collect();
         names.sort_unstable();
-        assert_eq!(names, ["authorization", "connection", "te", "upgrade"]);
+        assert_eq!(names, ["authorization", "connection", "host", "te", "upgrade"]);
     }
 
     #[test]
     fn only_http2_splits_cookies() {
-        let lines = [("cookie", "a=1"), ("cookie", "b=2")];
+        let lines = [("host", "a"), ("cookie", "a=1"), ("cookie", "b=2")];
         for (version, count) in [(Version::HTTP_2, 1), (Version::HTTP_11, 2)] {
             let mut request = request("GET", "http://a/", version, &lines);
             assert!(admit(&mut request, client()).is_ok());
