@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use clap::builder::{BoolishValueParser, Resettable};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use onlyonce_core::store::OpenError;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
-use crate::store::OpenError;
 use crate::telemetry::{self, LogFormat};
 use crate::{demo, doctor, migrate};
 

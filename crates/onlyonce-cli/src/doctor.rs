@@ -4,7 +4,7 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use onlyonce_core::store::{Filter, Inserted};
+use onlyonce_core::store::{Filter, Inserted, OpenError, OpenErrorKind};
 use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Policy, Revision, machine};
 use serde_json::json;
 
@@ -13,7 +13,7 @@ use crate::cli::{FAILED, Failure, StoreArgs, USAGE};
 use crate::config::{self, FileConfig};
 use crate::connect::Connector;
 use crate::keys::{Pages, State};
-use crate::store::{Concern, OpenError, OpenStore, StoreUrl};
+use crate::store::{Concern, OpenStore, StoreUrl};
 use crate::upstream::Upstream;
 
 /// Above this many records they are not counted by state: that reads every one of them.
@@ -79,9 +79,9 @@ impl Report {
     }
 
     fn not_opened(&mut self, error: &OpenError) {
-        match error.is_refused() {
-            true => self.refuse("store", error.to_string()),
-            false => self.line("store", Level::Fail, error.to_string()),
+        match error.kind() {
+            OpenErrorKind::Refused => self.refuse("store", error.to_string()),
+            OpenErrorKind::Failed => self.line("store", Level::Fail, error.to_string()),
         }
     }
 

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
+use onlyonce_core::store::Migrated;
 
 use crate::cli::{Failure, StoreArgs};
 use crate::config;
@@ -41,7 +42,7 @@ pub async fn run(args: &MigrateArgs, out: &mut impl Write) -> Result<(), Failure
         write!(out, "{sql}")?;
         return Ok(());
     }
-    let (from, to) = url.migrate(args.store.allow_volatile || file.allow_volatile()).await?;
+    let Migrated { from, to } = url.migrate(args.store.allow_volatile || file.allow_volatile()).await?;
     match from {
         from if from == to => writeln!(out, "{url} has schema version {from} already")?,
         0 => writeln!(out, "{url} is created, with schema version {to}")?,

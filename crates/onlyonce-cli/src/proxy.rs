@@ -24,6 +24,7 @@ use metrics::counter;
 use onlyonce::caller::Caller;
 use onlyonce::{Config, OnlyonceLayer};
 use onlyonce_core::Store;
+use onlyonce_core::store::{OpenError, OpenErrorKind};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
@@ -38,7 +39,7 @@ use crate::forward::Forward;
 use crate::jwt::JwtCaller;
 use crate::metered::Metered;
 use crate::server::{self, Ending};
-use crate::store::{OpenError, OpenStore};
+use crate::store::OpenStore;
 use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS, UPKEEP_EVERY};
 
 /// How long what is not guarded may go on after a signal to stop, on the local clock.
@@ -185,7 +186,10 @@ pub enum StartError {
 impl From<OpenError> for StartError {
     fn from(error: OpenError) -> Self {
         let reason = format!("store: {error}");
-        if error.is_refused() { Self::Refused(reason) } else { Self::Failed(reason) }
+        match error.kind() {
+            OpenErrorKind::Refused => Self::Refused(reason),
+            OpenErrorKind::Failed => Self::Failed(reason),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use onlyonce_core::store::{Cursor, Entry, Filter};
+use onlyonce_core::store::{Cursor, Entry, Filter, Migrated, OpenError, OpenErrorKind};
 use onlyonce_core::{Inspect, Store, StoreError};
 use onlyonce_postgres::{PostgresOptions, PostgresStore};
 use onlyonce_sqlite::{SqliteOptions, SqliteStore};
@@ -79,24 +79,18 @@ impl StoreUrl {
 
     /// The schema version that is there, or `None` if there is nothing yet. Writes nothing.
     pub(crate) async fn schema_found(&self, allow_volatile: bool) -> Result<Option<u32>, OpenError> {
-        Ok(match self.allowing(allow_volatile) {
-            Place::Sqlite(options) => onlyonce_sqlite::schema_version(&options).await?,
-            Place::Postgres(options) => onlyonce_postgres::schema_version(&options).await?,
-        })
+        match self.allowing(allow_volatile) {
+            Place::Sqlite(options) => onlyonce_sqlite::schema_version(&options).await,
+            Place::Postgres(options) => onlyonce_postgres::schema_version(&options).await,
+        }
     }
 
-    /// Creates the store or brings its schema up to date; the versions before and after.
-    pub(crate) async fn migrate(&self, allow_volatile: bool) -> Result<(u32, u32), OpenError> {
-        Ok(match self.allowing(allow_volatile) {
-            Place::Sqlite(options) => {
-                let migrated = onlyonce_sqlite::migrate(&options).await?;
-                (migrated.from, migrated.to)
-            }
-            Place::Postgres(options) => {
-                let migrated = onlyonce_postgres::migrate(&options).await?;
-                (migrated.from, migrated.to)
-            }
-        })
+    /// Creates the store or brings its schema up to date.
+    pub(crate) async fn migrate(&self, allow_volatile: bool) -> Result<Migrated, OpenError> {
+        match self.allowing(allow_volatile) {
+            Place::Sqlite(options) => onlyonce_sqlite::migrate(&options).await,
+            Place::Postgres(options) => onlyonce_postgres::migrate(&options).await,
+        }
     }
 
     /// The SQL of a migration from this version, zero for none; `None` where nobody else can run it.
@@ -126,43 +120,6 @@ impl fmt::Debug for StoreUrl {
     }
 }
 
-/// Why a store was not opened, in one line.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenError {
-    refused: bool,
-    message: String,
-}
-
-impl OpenError {
-    /// Whether the configuration must change first. Otherwise trying again may help.
-    #[must_use]
-    pub fn is_refused(&self) -> bool {
-        self.refused
-    }
-}
-
-impl From<onlyonce_sqlite::OpenError> for OpenError {
-    fn from(error: onlyonce_sqlite::OpenError) -> Self {
-        let refused = error.kind() == onlyonce_sqlite::OpenErrorKind::Refused;
-        Self { refused, message: error.to_string() }
-    }
-}
-
-impl From<onlyonce_postgres::OpenError> for OpenError {
-    fn from(error: onlyonce_postgres::OpenError) -> Self {
-        let refused = error.kind() == onlyonce_postgres::OpenErrorKind::Refused;
-        Self { refused, message: error.to_string() }
-    }
-}
-
-impl fmt::Display for OpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for OpenError {}
-
 /// An open store.
 #[derive(Clone)]
 pub enum OpenStore {
@@ -185,7 +142,7 @@ impl OpenStore {
         loop {
             match Self::open_once(url.allowing(allow_volatile)).await {
                 Ok(store) => return Ok(store),
-                Err(error) if error.is_refused() => return Err(error),
+                Err(error) if error.kind() == OpenErrorKind::Refused => return Err(error),
                 Err(error) if Instant::now() + RETRY_EVERY >= deadline => return Err(error),
                 Err(error) => {
                     warn!(store = %url, %error, "the store cannot be opened yet");
@@ -212,9 +169,9 @@ impl OpenStore {
             postgres @ Place::Postgres(_) => match url.schema_found(allow_volatile).await? {
                 Some(_) => postgres,
                 None => {
-                    let message =
-                        format!("there are no tables at {url} yet; `onlyonce migrate` creates them");
-                    return Err(OpenError { refused: false, message });
+                    return Err(OpenError::failed(format!(
+                        "there are no tables at {url} yet; `onlyonce migrate` creates them"
+                    )));
                 }
             },
         };

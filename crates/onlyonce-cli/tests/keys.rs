@@ -215,7 +215,7 @@ fn a_doctor_says_what_is_well_and_what_is_not() {
     assert_eq!(ill.status.code(), Some(1));
     assert!(text(&ill.stdout).contains("fail  upstream"), "{}", text(&ill.stdout));
     let volatile = doctor(&["--store", "sqlite::memory:"]);
-    assert_eq!(volatile.status.code(), Some(1), "{}", text(&volatile.stdout));
+    assert_eq!(volatile.status.code(), Some(2), "{}", text(&volatile.stdout));
 }
 
 #[test]

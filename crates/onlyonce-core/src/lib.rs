@@ -16,8 +16,8 @@
 //! 3. [`engine`]: the decisions carried out against a store that may fail at any call.
 //!
 //! A [`Store`] is a compare-and-swap register with a clock, and decides nothing. [`identity`] and
-//! [`fingerprint`] say which requests are the same, [`outcome`] how an answer is kept, [`group`] how
-//! concurrent writes share a commit.
+//! [`fingerprint`] say which requests are the same, [`outcome`] how an answer is kept, [`group`] and
+//! [`reads`] how concurrent calls share a commit or a round trip.
 //!
 //! # Example
 //!
@@ -56,6 +56,7 @@ pub mod identity;
 pub mod machine;
 mod memory;
 pub mod outcome;
+pub mod reads;
 pub mod record;
 pub mod store;
 #[cfg(test)]

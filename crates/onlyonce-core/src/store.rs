@@ -97,6 +97,12 @@ impl StoreError {
         self
     }
 
+    /// The record under this id cannot be understood, for this reason.
+    #[must_use]
+    pub fn unreadable(id: Id, reason: &str) -> Self {
+        Self::new(StoreErrorKind::Unreadable, format!("the record {id} cannot be read: {reason}"))
+    }
+
     /// What kind of failure this is.
     #[must_use]
     pub fn kind(&self) -> StoreErrorKind {
@@ -121,6 +127,69 @@ impl fmt::Display for StoreError {
 }
 
 impl StdError for StoreError {}
+
+/// Why a store was not opened, in one line. Nothing was written to one that is not Onlyonce's.
+#[derive(Debug)]
+pub struct OpenError {
+    kind: OpenErrorKind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// Whose fault an [`OpenError`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenErrorKind {
+    /// The configuration: it will fail again until someone changes it.
+    Refused,
+    /// The circumstances: trying again may help.
+    Failed,
+}
+
+impl OpenError {
+    /// The configuration must change first; `message` says what is wrong, where, and what is allowed.
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self { kind: OpenErrorKind::Refused, message: message.into(), source: None }
+    }
+
+    /// The circumstances are to blame; `message` says what could not be done.
+    pub fn failed(message: impl Into<String>) -> Self {
+        Self { kind: OpenErrorKind::Failed, message: message.into(), source: None }
+    }
+
+    /// The same with its cause attached.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// Whose fault it is.
+    #[must_use]
+    pub fn kind(&self) -> OpenErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl StdError for OpenError {}
+
+/// What a migration did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Migrated {
+    /// The schema version that was found; zero if there was nothing.
+    pub from: u32,
+    /// The version that it has now.
+    pub to: u32,
+}
 
 /// What people need to look after a store. Apart from [`Store`], because the guarantee does not
 /// depend on it.

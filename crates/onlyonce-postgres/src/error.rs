@@ -1,60 +1,7 @@
 //! What went wrong, and whether anything was written.
 
-use std::error::Error as StdError;
-use std::fmt;
-
 use onlyonce_core::{StoreError, StoreErrorKind};
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
-
-/// Why a database was not opened.
-#[derive(Debug)]
-pub struct OpenError {
-    kind: OpenErrorKind,
-    message: String,
-    source: Option<Box<dyn StdError + Send + Sync>>,
-}
-
-/// Whose fault an [`OpenError`] is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenErrorKind {
-    /// The configuration: it will fail again until someone changes it.
-    Refused,
-    /// The circumstances: a server that is away, starting, full or read-only.
-    Failed,
-}
-
-impl OpenError {
-    pub(crate) fn refused(message: impl Into<String>) -> Self {
-        Self { kind: OpenErrorKind::Refused, message: message.into(), source: None }
-    }
-
-    pub(crate) fn failed(message: impl Into<String>) -> Self {
-        Self { kind: OpenErrorKind::Failed, message: message.into(), source: None }
-    }
-
-    pub(crate) fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        self.source = Some(source.into());
-        self
-    }
-
-    /// Whose fault it is.
-    #[must_use]
-    pub fn kind(&self) -> OpenErrorKind {
-        self.kind
-    }
-}
-
-impl fmt::Display for OpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
-        match &self.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl StdError for OpenError {}
 
 /// The codes of <https://www.postgresql.org/docs/current/errcodes-appendix.html> that matter here.
 pub(crate) mod code {

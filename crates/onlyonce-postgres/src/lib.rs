@@ -61,6 +61,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use async_trait::async_trait;
 use onlyonce_core::group::{Call, Group};
+use onlyonce_core::reads::Reads;
 use onlyonce_core::record::Seen;
 use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
@@ -68,16 +69,16 @@ use sqlx::Arguments;
 use sqlx::postgres::{PgArguments, PgRow};
 use tokio::sync::{Mutex, oneshot};
 
-pub use error::{OpenError, OpenErrorKind};
 pub use facts::Facts;
+pub use onlyonce_core::store::{Migrated, OpenError, OpenErrorKind};
 pub use options::{
     CALL_TIMEOUT_DEFAULT, CALL_TIMEOUT_MIN, POOL_SIZE_DEFAULT, POOL_SIZE_MAX, POOL_SIZE_MIN, PgBouncer,
     PostgresOptions, SCHEMA_DEFAULT,
 };
-pub use schema::{Migrated, SCHEMA_VERSION};
+pub use schema::SCHEMA_VERSION;
 
 use link::{Failure, Link, Live, Statement, Target};
-use reader::{Reads, unreadable};
+use reader::{READS_MAX, Selects};
 use writer::Batches;
 
 /// How many calls share one commit at most.
@@ -160,7 +161,7 @@ impl PostgresStore {
             Batches { link: Arc::clone(link), _ended }
         });
         let group = Group::start_many(batches, CALLS_MAX);
-        let open = Open { group, reads: Reads::start(Arc::clone(&reader)) };
+        let open = Open { group, reads: Reads::start([Selects(Arc::clone(&reader))], READS_MAX) };
         Self {
             shared: Arc::new(Shared {
                 open: RwLock::new(Some(open)),
@@ -332,7 +333,7 @@ fn entry(row: &PgRow) -> Result<Entry, StoreError> {
         Ok(Entry { operation: Operation::new(namespace, endpoint, caller, key), record, now })
     };
     parse().map_err(|reason: String| match sql::id(row) {
-        Ok(id) => unreadable(id, &reason),
+        Ok(id) => StoreError::unreadable(id, &reason),
         Err(_) => StoreError::new(StoreErrorKind::Unreadable, reason),
     })
 }

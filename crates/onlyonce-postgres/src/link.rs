@@ -14,8 +14,9 @@ use sqlx::postgres::{PgArguments, PgConnectOptions, PgRow};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, PgConnection, Row};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use crate::OpenError;
 use crate::error::{
-    OpenError, code, in_doubt, is_everywhere, is_passing, is_undone, is_usable_after, not_applied, sqlstate,
+    code, in_doubt, is_everywhere, is_passing, is_undone, is_usable_after, not_applied, sqlstate,
 };
 use crate::options::{PgBouncer, PostgresOptions};
 use crate::sql::Sql;

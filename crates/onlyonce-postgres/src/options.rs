@@ -7,7 +7,7 @@ use std::time::Duration;
 use onlyonce_core::engine::CALL_TIME_MAX;
 use sqlx::postgres::PgConnectOptions;
 
-use crate::error::OpenError;
+use crate::OpenError;
 
 /// The schema that holds the tables, unless the options say otherwise.
 pub const SCHEMA_DEFAULT: &str = "onlyonce";

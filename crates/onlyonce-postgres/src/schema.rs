@@ -5,9 +5,9 @@ use std::time::Duration;
 use sqlx::{AssertSqlSafe, Executor, PgConnection, Row};
 use tokio::time::timeout;
 
-use crate::error::OpenError;
 use crate::link::{Live, Target};
 use crate::sql::quoted;
+use crate::{Migrated, OpenError};
 
 /// The schema that this version writes.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -102,15 +102,6 @@ const COLUMNS: [&str; 18] = [
     "expires_at",
     "sweep_at",
 ];
-
-/// What [`migrate`](crate::migrate) did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Migrated {
-    /// The version that was found; zero in a database without the tables.
-    pub from: u32,
-    /// The version that it has now.
-    pub to: u32,
-}
 
 /// What the database says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

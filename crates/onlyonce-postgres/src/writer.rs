@@ -12,7 +12,7 @@ use tokio::sync::{Mutex, oneshot};
 use tokio::time::Instant;
 
 use crate::link::{Failure, Link, Statement};
-use crate::reader::{self, unreadable};
+use crate::reader;
 use crate::sql::{self, Change, Claim};
 
 /// How often an insert is tried whose key is taken and freed by others each time.
@@ -202,9 +202,9 @@ impl Batch<'_> {
                 (_, Ok((true, now))) => Ok(Reply::Replaced(Replaced::Written(now))),
                 (call, Ok((false, _))) => match sql::seen(row) {
                     Ok(seen) => Ok(Reply::Inserted(Inserted::Exists(seen))),
-                    Err(reason) => Err(unreadable(call.id(), &reason)),
+                    Err(reason) => Err(StoreError::unreadable(call.id(), &reason)),
                 },
-                (call, Err(reason)) => Err(unreadable(call.id(), &reason)),
+                (call, Err(reason)) => Err(StoreError::unreadable(call.id(), &reason)),
             };
             self.answers[at] = Some(answer);
         }
@@ -221,7 +221,7 @@ impl Batch<'_> {
             self.answers[*at] = Some(match found.remove(&id) {
                 None => Ok(Reply::Replaced(Replaced::Lost(None))),
                 Some(Ok(seen)) => Ok(Reply::Replaced(Replaced::Lost(Some(seen)))),
-                Some(Err(reason)) => Err(unreadable(id, &reason)),
+                Some(Err(reason)) => Err(StoreError::unreadable(id, &reason)),
             });
         }
         Ok(())
@@ -286,7 +286,8 @@ async fn replace(link: &mut Link, change: &Change) -> Result<Option<Timestamp>, 
     let text = Arc::clone(&link.target.sql.replace);
     let rows = fetch(link, &text, "replace the record", &|to| change.bind(to)).await?;
     let now = rows.first().map(|row| sql::get(row, 0).map(Timestamp));
-    now.transpose().map_err(|reason| Failure { error: unreadable(change.id, &reason), everywhere: false })
+    now.transpose()
+        .map_err(|reason| Failure { error: StoreError::unreadable(change.id, &reason), everywhere: false })
 }
 
 async fn fetch(

@@ -1,59 +1,6 @@
 //! What went wrong, and whether anything was written.
 
-use std::error::Error as StdError;
-use std::fmt;
-
 use onlyonce_core::{StoreError, StoreErrorKind};
-
-/// Why a database was not opened. Nothing was written to one that is not Onlyonce's.
-#[derive(Debug)]
-pub struct OpenError {
-    kind: OpenErrorKind,
-    message: String,
-    source: Option<Box<dyn StdError + Send + Sync>>,
-}
-
-/// Whose fault an [`OpenError`] is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenErrorKind {
-    /// The configuration: it will fail again until someone changes it.
-    Refused,
-    /// The circumstances: an absent file that may not be created, a lock, the disk.
-    Failed,
-}
-
-impl OpenError {
-    pub(crate) fn refused(message: impl Into<String>) -> Self {
-        Self { kind: OpenErrorKind::Refused, message: message.into(), source: None }
-    }
-
-    pub(crate) fn failed(message: impl Into<String>) -> Self {
-        Self { kind: OpenErrorKind::Failed, message: message.into(), source: None }
-    }
-
-    pub(crate) fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        self.source = Some(source.into());
-        self
-    }
-
-    /// Whose fault it is.
-    #[must_use]
-    pub fn kind(&self) -> OpenErrorKind {
-        self.kind
-    }
-}
-
-impl fmt::Display for OpenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
-        match &self.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl StdError for OpenError {}
 
 /// SQLite's primary result codes, <https://www.sqlite.org/rescode.html>.
 pub(crate) mod code {

@@ -52,6 +52,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use async_trait::async_trait;
 use onlyonce_core::group::{Call, Group};
+use onlyonce_core::reads::Reads;
 use onlyonce_core::record::Seen;
 use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
@@ -59,13 +60,13 @@ use sqlx::sqlite::SqliteRow;
 use sqlx::{QueryBuilder, Row, Sqlite};
 use tokio::sync::{Mutex, oneshot};
 
-pub use error::{OpenError, OpenErrorKind};
+pub use onlyonce_core::store::{Migrated, OpenError, OpenErrorKind};
 pub use options::{BUSY_TIMEOUT_DEFAULT, BUSY_TIMEOUT_MAX, SqliteOptions, Synchronous};
-pub use schema::{Migrated, SCHEMA_VERSION};
+pub use schema::SCHEMA_VERSION;
 
 use error::not_applied;
 use link::{Link, Target};
-use reader::Reads;
+use reader::Selects;
 use writer::Batches;
 
 /// How many calls share one commit at most.
@@ -166,7 +167,10 @@ impl SqliteStore {
         let commits = Arc::default();
         let (_ended, writer_ended) = oneshot::channel();
         let batches = Batches { link: Arc::clone(&writer), commits: Arc::clone(&commits), _ended };
-        let open = Open { group: Group::start(batches, CALLS_MAX), reads: Reads::start(readers.clone()) };
+        let open = Open {
+            group: Group::start(batches, CALLS_MAX),
+            reads: Reads::start(readers.iter().cloned().map(Selects), sql::ROWS_MAX),
+        };
         let lister = link(None);
         Ok(Self {
             shared: Arc::new(Shared {
@@ -408,7 +412,7 @@ fn entry(row: &SqliteRow) -> Result<Entry, StoreError> {
         Ok(Entry { operation: Operation::new(part(0)?, part(1)?, part(2)?, key), record, now })
     };
     parse().map_err(|reason: String| match sql::id(row) {
-        Ok(id) => writer::unreadable(id, &reason),
+        Ok(id) => StoreError::unreadable(id, &reason),
         Err(_) => StoreError::new(StoreErrorKind::Unreadable, reason),
     })
 }

@@ -9,7 +9,8 @@ use std::time::Duration;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteSynchronous};
 use sqlx::{ConnectOptions, Connection, SqliteConnection};
 
-use crate::error::{OpenError, code, primary};
+use crate::OpenError;
+use crate::error::{code, primary};
 use crate::options::{Place, SqliteOptions, Synchronous};
 
 /// Above this the log is cut back after a checkpoint.

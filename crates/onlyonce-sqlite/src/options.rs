@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use percent_encoding::percent_decode_str;
 
-use crate::error::OpenError;
+use crate::OpenError;
 
 /// How long one statement waits for another process's write lock, unless the options say otherwise.
 ///

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use sqlx::{AssertSqlSafe, Connection, Executor, Row, SqliteConnection};
 use tokio::time::sleep;
 
-use crate::error::{OpenError, code, extended, primary};
+use crate::error::{code, extended, primary};
 use crate::link::Target;
 use crate::options::Synchronous;
 use crate::sql;
+use crate::{Migrated, OpenError};
 
 /// The schema that this version writes.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -57,15 +58,6 @@ enum Owner {
     /// Onlyonce's, at this version.
     Ours(u32),
     Foreign,
-}
-
-/// What [`migrate`](crate::migrate) did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Migrated {
-    /// The version that was found; zero in a new database.
-    pub from: u32,
-    /// The version that it has now.
-    pub to: u32,
 }
 
 /// The version in the file, or `None` if there is no file or nothing in it. Writes nothing.

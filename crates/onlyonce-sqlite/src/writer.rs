@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use onlyonce_core::group::{Call, Reply, Writer};
 use onlyonce_core::record::{Record, Seen};
 use onlyonce_core::store::{Inserted, Replaced};
-use onlyonce_core::{Id, Operation, Revision, StoreError, StoreErrorKind, Timestamp};
+use onlyonce_core::{Id, Operation, Revision, StoreError, Timestamp};
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Arguments, AssertSqlSafe, Row, SqliteConnection};
 use tokio::sync::{Mutex, oneshot};
@@ -163,7 +163,7 @@ async fn load<'a>(
 /// A register compares revisions and decides nothing else.
 fn decide<'a>(slot: &mut Slot<'a>, call: &'a Call, now: Timestamp) -> Result<Reply, StoreError> {
     if let Some(reason) = &slot.unreadable {
-        return Err(unreadable(call.id(), reason));
+        return Err(StoreError::unreadable(call.id(), reason));
     }
     Ok(match call {
         Call::Insert(operation, write) => Reply::Inserted(match &slot.record {
@@ -189,10 +189,6 @@ fn decide<'a>(slot: &mut Slot<'a>, call: &'a Call, now: Timestamp) -> Result<Rep
             Reply::Removed(removed)
         }
     })
-}
-
-pub(crate) fn unreadable(id: Id, reason: &str) -> StoreError {
-    StoreError::new(StoreErrorKind::Unreadable, format!("the record {id} cannot be read: {reason}"))
 }
 
 /// Writes what the batch changed; `true` if it changed anything.

@@ -7,6 +7,7 @@
 //! excess byte is passed on, the mark that the work was done.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,11 +16,12 @@ use http_body::{Body, Frame};
 use http_body_util::BodyExt;
 use onlyonce_core::{Grant, Recorded, StoreError, Verdict, outcome};
 use tokio::time::{Instant, sleep_until};
-use tracing::{debug, warn};
+use tracing::{Instrument, debug, warn};
 
 use crate::body::{BoxError, Collected, PAUSED, Relay, ResponseBody};
 use crate::headers;
 use crate::problem::Code;
+use crate::settings::Settings;
 use crate::work::{Job, Reply};
 
 pub(crate) struct Answer<ResB, E> {
@@ -199,22 +201,31 @@ where
         }
     }
 
-    /// Leaves the mark that the work was done and its answer not kept.
-    async fn mark(self) -> Unkept<ResB, E> {
+    /// Leaves the mark that the work was done and its answer not kept, and then lets the caller have what
+    /// has arrived.
+    async fn mark(self) -> Unkept<ResB> {
         let mark = Recorded::NotKept { status: self.head.status };
         self.job.record(self.held.settled(), Verdict::Keep(mark.encode())).await;
-        Unkept {
-            job: self.job,
-            head: self.head,
-            body: self.body,
-            caller: self.caller,
-            unsent: self.collected.into_bytes().slice(self.bytes_passed..),
+        let (relay, until) = match self.caller {
+            CallerSide::Waiting { reply, .. } => {
+                let (relay, body) = ResponseBody::relayed();
+                self.job.send(&mut Some(reply), Response::from_parts(self.head, body));
+                (Some(relay), None)
+            }
+            CallerSide::Reading(relay) => (Some(relay), None),
+            CallerSide::Gone { until } => (None, Some(until)),
+        };
+        if let Some(relay) = &relay {
+            relay.pass_data(self.collected.into_bytes().slice(self.bytes_passed..));
         }
+        Unkept { settings: Arc::clone(&self.job.settings), body: self.body, relay, until }
     }
 
     /// The answer is too large to record: leaves the mark, and then passes the rest on.
     async fn not_kept(self) {
-        self.mark().await.relay().await;
+        let unkept = self.mark().await;
+        // The work is done and marked: a caller that reads slowly must not hold up a shutdown.
+        tokio::spawn(unkept.relay().in_current_span());
     }
 
     /// The answer was lost halfway: the key is left to its lease.
@@ -285,52 +296,32 @@ where
 }
 
 /// An answer that is marked as done and not kept.
-struct Unkept<ResB, E> {
-    job: Job,
-    head: response::Parts,
+struct Unkept<ResB> {
+    settings: Arc<Settings>,
     body: Pin<Box<ResB>>,
-    caller: CallerSide<ResB, E>,
-    unsent: Bytes,
+    relay: Option<Relay>,
+    /// When it is given up, once there is no caller.
+    until: Option<Instant>,
 }
 
-impl<ResB, E> Unkept<ResB, E>
+impl<ResB> Unkept<ResB>
 where
-    ResB: Body<Data = Bytes> + Send + 'static,
+    ResB: Body<Data = Bytes>,
     ResB::Error: Into<BoxError>,
 {
     /// Passes the answer on as fast as the caller reads. Without a caller the work goes on, but for no
     /// more than a lease.
-    async fn relay(mut self) {
-        let lease = self.job.settings.lease();
-        let mut until = None;
-        let relay = match self.caller {
-            CallerSide::Waiting { reply, .. } => {
-                let (relay, body) = ResponseBody::relayed();
-                self.job.send(&mut Some(reply), Response::from_parts(self.head, body));
-                Some(relay)
-            }
-            CallerSide::Reading(relay) => Some(relay),
-            CallerSide::Gone { until: given_up_at } => {
-                until = Some(given_up_at);
-                None
-            }
-        };
-        if let Some(relay) = &relay {
-            relay.pass_data(self.unsent);
-        }
-        let hung_up = async || match &relay {
-            Some(relay) => relay.closed().await,
-            None => std::future::pending().await,
-        };
+    async fn relay(self) {
+        let Self { settings, mut body, relay, mut until } = self;
         loop {
-            let idle_at = Instant::now() + self.job.settings.idle_timeout;
+            let idle_at = Instant::now() + settings.idle_timeout;
             let frame = tokio::select! {
                 biased;
-                () = hung_up(), if until.is_none() => {
-                    until = Some(Instant::now() + lease);
+                () = closed(relay.as_ref()), if until.is_none() => {
+                    until = Some(Instant::now() + settings.lease());
                     continue;
                 }
-                frame = self.body.frame() => frame.map(|frame| frame.map_err(Into::into)),
+                frame = body.frame() => frame.map(|frame| frame.map_err(Into::into)),
                 () = at(until) => return,
                 () = sleep_until(idle_at) => Some(Err(PAUSED.into())),
             };
@@ -387,6 +378,14 @@ async fn left<ResB, E>(caller: &mut CallerSide<ResB, E>) -> Event {
         }
     }
     Event::HungUp
+}
+
+/// Never, if there is no such caller.
+async fn closed(relay: Option<&Relay>) {
+    match relay {
+        Some(relay) => relay.closed().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Never, if there is no such moment.

@@ -772,6 +772,24 @@ async fn an_answer_over_the_limit_leaves_the_mark_before_its_first_excess_byte_i
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_shutdown_does_not_wait_for_who_still_reads_what_is_marked_as_done() {
+    let settings = Settings { response_body_bytes_max: 8, ..Settings::default() };
+    let (app, feeds) = feeding(settings);
+    let first = app.start(post("k", ""));
+    sleep(Duration::from_millis(1)).await;
+    let feed = feeds.lock().await.pop().unwrap();
+    feed.data("123456789");
+    let mut first = first.await.unwrap();
+    let asked = Instant::now();
+    app.layer.drained().await;
+    assert_eq!(asked.elapsed(), Duration::ZERO);
+    assert_eq!(next_data(&mut first).await, "123456789", "and still reads");
+    feed.data("more");
+    drop(feed);
+    assert_eq!(seen(first).await.body, "more");
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_announced_length_over_the_limit_is_marked_before_anything_is_passed_on() {
     let settings = Settings { response_body_bytes_max: 8, ..Settings::default() };
     let (app, feeds) = feeding_with(settings, |headers| {
