@@ -109,7 +109,8 @@ fn docs() -> Outcome {
 }
 
 fn test() -> Outcome {
-    run(cargo(["test", "--workspace", "--locked"]))
+    // All failures of a run, not only those of the first crate.
+    run(cargo(["test", "--workspace", "--locked", "--no-fail-fast"]))
 }
 
 fn soak() -> Outcome {

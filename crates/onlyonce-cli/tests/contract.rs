@@ -282,7 +282,7 @@ fn under_hold_a_lapsed_key_is_refused_without_a_time_to_come_back() {
     let config = "[defaults]\ntimeout = \"1s\"\nlease = \"1500ms\"\non_lapse = \"hold\"\n";
     let proxy = Proxy::start(&upstream, config);
     let lost = post("k").order("close=effect").send(&proxy);
-    assert_eq!((lost.refusal(), lost.retry_after()), ((502, "upstream-lost"), None));
+    assert_eq!((lost.refusal(), lost.retry_after()), ((502, "upstream-lost"), Some(2)));
     let held = send_until_settled(&post("k"), &proxy);
     assert_eq!((held.refusal(), held.retry_after()), ((409, "outcome-unknown"), None));
     assert_eq!(upstream.received(), 1);
