@@ -138,14 +138,16 @@ async fn examine(args: &DoctorArgs) -> Report {
 }
 
 async fn store(report: &mut Report, url: &StoreUrl, allow_volatile: bool) {
-    match (url.volatile(), allow_volatile) {
-        (Some(reason), true) => {
+    match url.volatile() {
+        Some(Some(reason)) if allow_volatile => {
             report.line("durable", Level::Warn, format!("volatile, as allowed: {reason}"));
         }
-        (Some(reason), false) => {
+        Some(Some(reason)) => {
             return report.refuse("durable", format!("volatile: {reason}; use a file with synchronous=full"));
         }
-        (None, _) => report.line("durable", Level::Ok, "every acknowledged write is on disk"),
+        Some(None) => report.line("durable", Level::Ok, "every acknowledged write is on disk"),
+        // Known when the server was asked.
+        None => {}
     }
     let wanted = url.schema_wanted();
     match url.schema_found(allow_volatile).await {

@@ -14,13 +14,13 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use onlyonce_core::machine::{self, Finish};
 use onlyonce_core::outcome::Response;
 use onlyonce_core::record::{Record, State as Stored};
-use onlyonce_core::store::{Cursor, Entry, Filter, Replaced};
+use onlyonce_core::store::{Cursor, Entry, Filter, Page, Replaced};
 use onlyonce_core::{Id, Key, Lapse, Policy, Recorded, Revision, StoreError, Timestamp, Verdict};
 
 use crate::cli::{Failure, StoreArgs, duration};
 use crate::config;
 use crate::proxy::SWEEP_ROWS_MAX;
-use crate::store::{OpenStore, Page};
+use crate::store::OpenStore;
 
 /// How many records are read at a time: each comes with its whole outcome.
 const PAGE_ROWS: u32 = 64;

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use onlyonce_core::store::{Cursor, Entry, Filter, Migrated, OpenError, OpenErrorKind};
+use onlyonce_core::store::{Cursor, Filter, Migrated, OpenError, OpenErrorKind, Page};
 use onlyonce_core::{Inspect, Store, StoreError};
 use onlyonce_postgres::{PostgresOptions, PostgresStore};
 use onlyonce_sqlite::{SqliteOptions, SqliteStore};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout_at};
 use tracing::warn;
 
 /// Where keys are kept.
@@ -61,10 +61,10 @@ impl StoreUrl {
         }
     }
 
-    /// Why this store can forget what it acknowledged, as far as its URL tells.
-    pub(crate) fn volatile(&self) -> Option<&'static str> {
+    /// Why this store can forget what it acknowledged, if it can; `None` where only the server can tell.
+    pub(crate) fn volatile(&self) -> Option<Option<&'static str>> {
         match &self.0 {
-            Place::Sqlite(options) => options.volatile(),
+            Place::Sqlite(options) => Some(options.volatile()),
             Place::Postgres(_) => None,
         }
     }
@@ -131,6 +131,9 @@ pub enum OpenStore {
 
 const RETRY_EVERY: Duration = Duration::from_millis(500);
 
+/// An opening that has begun gets at least so long, on the local clock.
+const OPEN_TIME_MIN: Duration = Duration::from_secs(5);
+
 impl OpenStore {
     /// Opens the store, and creates it if need be. One that is away is tried again for `wait`, on the local
     /// clock.
@@ -140,7 +143,12 @@ impl OpenStore {
     pub async fn open(url: &StoreUrl, allow_volatile: bool, wait: Duration) -> Result<Self, OpenError> {
         let deadline = Instant::now() + wait;
         loop {
-            match Self::open_once(url.allowing(allow_volatile)).await {
+            let opening = Self::open_once(url.allowing(allow_volatile));
+            // One that takes connections and then hangs is not waited for any longer either.
+            let opened = timeout_at(deadline + OPEN_TIME_MIN, opening).await.unwrap_or_else(|_| {
+                Err(OpenError::failed(format!("{url} did not answer within {:?}", wait + OPEN_TIME_MIN)))
+            });
+            match opened {
                 Ok(store) => return Ok(store),
                 Err(error) if error.kind() == OpenErrorKind::Refused => return Err(error),
                 Err(error) if Instant::now() + RETRY_EVERY >= deadline => return Err(error),
@@ -196,7 +204,7 @@ impl OpenStore {
         }
     }
 
-    /// A part of a listing, damaged records apart where the store can tell them.
+    /// A part of a listing, damaged records apart.
     pub(crate) async fn page(
         &self,
         filter: &Filter,
@@ -204,18 +212,8 @@ impl OpenStore {
         rows_max: u32,
     ) -> Result<Page, StoreError> {
         match self {
-            Self::Sqlite(store) => {
-                let onlyonce_sqlite::Page { entries, unreadable, next, .. } =
-                    store.page(filter, after, rows_max).await?;
-                Ok(Page { entries, unreadable, next })
-            }
-            Self::Postgres(store) => {
-                let entries = store.list(filter, after, rows_max).await?;
-                let last = entries.last().filter(|_| entries.len() >= rows_max as usize);
-                let next = last
-                    .map(|entry| Cursor { created_at: entry.record.created_at, id: entry.operation.id() });
-                Ok(Page { entries, unreadable: Vec::new(), next })
-            }
+            Self::Sqlite(store) => store.page(filter, after, rows_max).await,
+            Self::Postgres(store) => store.page(filter, after, rows_max).await,
         }
     }
 
@@ -247,16 +245,6 @@ impl OpenStore {
             }
         }
     }
-}
-
-/// A part of a listing.
-#[derive(Default)]
-pub(crate) struct Page {
-    pub(crate) entries: Vec<Entry>,
-    /// The damaged ones, in a line each.
-    pub(crate) unreadable: Vec<String>,
-    /// Where the next page starts; `None` after the last one.
-    pub(crate) next: Option<Cursor>,
 }
 
 /// What people want to know of a store.
@@ -300,6 +288,10 @@ fn postgres_facts(facts: &onlyonce_postgres::Facts) -> Facts {
             "the server takes no writes: it is a standby or read-only".into(),
         ));
     }
+    notes.push(match facts.fsync && facts.synchronous_commit != "off" {
+        true => ("durable", Concern::None, "every acknowledged write is on disk".into()),
+        false => ("durable", Concern::Some, "volatile, as allowed: a crash loses acknowledged keys".into()),
+    });
     if !facts.full_page_writes {
         notes.push((
             "durable",

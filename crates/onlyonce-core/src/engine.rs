@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::backoff::Backoff;
 use crate::identity::{Id, Operation};
@@ -90,10 +90,13 @@ impl Engine {
                     seen = found;
                     continue;
                 }
-                Err(error) if error.may_have_applied() => match in_time(self.store.read(id)).await {
-                    Ok(Some(Seen { record, .. })) if record.revision == revision => record,
-                    _ => return Err(error),
-                },
+                // Within the time of the one call: a caller is told in time, whatever became of its claim.
+                Err(error) if error.may_have_applied() => {
+                    match timeout_at(asked_at + CALL_TIME_MAX, self.store.read(id)).await {
+                        Ok(Ok(Some(Seen { record, .. }))) if record.revision == revision => record,
+                        _ => return Err(error),
+                    }
+                }
                 Err(error) => return Err(error),
             };
             let grant = Grant {

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tracing::error;
 
 use crate::identity::{Id, Operation};
-use crate::record::{Revision, Write};
+use crate::record::{NewState, Revision, Write};
 use crate::store::{Inserted, Replaced, StoreError, StoreErrorKind};
 
 /// One call of a [`Store`](crate::Store), as data.
@@ -131,7 +131,10 @@ async fn run<W: Writer>(
         if !open && busy.is_empty() {
             return;
         }
-        let room = calls_max.saturating_sub(waiting.len());
+        // Calls on a key that is being written wait their turn, and must not keep those on other keys out.
+        let held = waiting.iter().filter(|job: &&Job| ids_held.contains(&job.call.id())).count();
+        let room =
+            calls_max.saturating_sub(waiting.len() - held).min(WAITING_MAX.saturating_sub(waiting.len()));
         tokio::select! {
             received = queue.recv_many(&mut waiting, room), if open && room > 0 && !idle.is_empty() => {
                 open = received > 0;
@@ -151,15 +154,34 @@ async fn run<W: Writer>(
     }
 }
 
+/// How many calls may wait in all.
+const WAITING_MAX: usize = 8_192;
+
+/// How many bytes of outcomes one batch has at most, unless a single one is larger. A message that is too
+/// big for the database or the time that a call may take would fail for everyone in it.
+const BATCH_BYTES_MAX: usize = 8 << 20;
+
 /// Takes what may be written now, in the order in which rows are locked.
 fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) -> Vec<Job> {
     // Nobody waits for these any more. A grant must not be given to a caller that has left; the other
     // calls finish work that is done.
     waiting.retain(|job| !(job.reply.is_closed() && job.call.write().is_some_and(Write::is_grant)));
     let mut batch: Vec<Job> = Vec::new();
+    let (mut bytes, mut full) = (0, false);
     for job in std::mem::take(waiting) {
-        let ready = batch.len() < calls_max && !ids_held.contains(&job.call.id());
-        if ready { &mut batch } else { &mut *waiting }.push(job);
+        if ids_held.contains(&job.call.id()) {
+            waiting.push(job);
+            continue;
+        }
+        let with_it = bytes + job.call.outcome_bytes();
+        // Once one has to wait, all later ones do: some may be on its key.
+        full |= batch.len() >= calls_max || (with_it > BATCH_BYTES_MAX && !batch.is_empty());
+        if full {
+            waiting.push(job);
+        } else {
+            bytes = with_it;
+            batch.push(job);
+        }
     }
     // Two writers that lock rows in different orders deadlock. Calls on one key keep their order.
     batch.sort_by_key(|job| job.call.id());
@@ -202,6 +224,13 @@ impl Call {
         match self {
             Self::Insert(operation, _) => operation.id(),
             Self::Replace(id, ..) | Self::Remove(id, _) => *id,
+        }
+    }
+
+    fn outcome_bytes(&self) -> usize {
+        match self.write().map(|write| &write.state) {
+            Some(NewState::Done(outcome)) => outcome.head.len() + outcome.body.len(),
+            _ => 0,
         }
     }
 
@@ -268,7 +297,7 @@ mod tests {
 
     use super::*;
     use crate::machine::{self, Lapse, Policy};
-    use crate::record::{Fingerprint, NewState, Outcome, Timestamp};
+    use crate::record::{Fingerprint, Outcome, Timestamp};
     use crate::{Key, MemoryStore, Store};
 
     /// Writes to memory; each batch waits for a permit, as for a commit.
@@ -510,6 +539,46 @@ mod tests {
         let seen = slow.store.read(operation("done").id()).await.expect("memory answers");
         assert_eq!(seen.expect("stored").record.revision, Revision(2));
         assert!(!slow.holds("released").await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_batch_of_large_outcomes_is_cut_by_bytes() {
+        let slow = Slow::new();
+        let group = Group::start(slow.clone(), 16);
+        let busy = spawn(&group, insert("busy", 1));
+        slow.settle().await;
+        let large = |key: &str| {
+            let outcome =
+                Outcome { status: 200, head: Bytes::new(), body: vec![0; BATCH_BYTES_MAX / 2].into() };
+            let write = Write { state: NewState::Done(outcome), ..done_write(2) };
+            Call::Replace(operation(key).id(), Revision(1), write)
+        };
+        let calls: Vec<_> = ["a", "b", "c", "d", "e"].map(|key| spawn(&group, large(key))).into();
+        slow.settle().await;
+        slow.commit(4).await;
+        assert!(busy.await.expect("no panic").is_ok());
+        for call in calls {
+            assert!(call.await.expect("no panic").is_ok());
+        }
+        assert_eq!(slow.batch_sizes(), [1, 2, 2, 1]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_that_many_wait_for_keeps_no_other_waiting() {
+        let slow = Slow::new();
+        let group = Group::start_many([slow.clone(), slow.clone()], 4);
+        let first = spawn(&group, insert("hot", 1));
+        slow.settle().await;
+        let copies: Vec<_> = (2..20).map(|revision| spawn(&group, insert("hot", revision))).collect();
+        slow.settle().await;
+        let other = spawn(&group, insert("other", 1));
+        slow.settle().await;
+        assert_eq!(slow.batch_sizes(), [1, 1], "the other key is being written");
+        slow.commit(20).await;
+        assert!(first.await.expect("no panic").is_ok() && other.await.expect("no panic").is_ok());
+        for copy in copies {
+            assert!(copy.await.expect("no panic").is_ok());
+        }
     }
 
     /// Takes the key over from revision 1; as the first attempt, or a later one.

@@ -231,6 +231,17 @@ pub struct Cursor {
     pub id: Id,
 }
 
+/// A part of a listing, with what is damaged apart.
+#[derive(Clone, Debug, Default)]
+pub struct Page {
+    /// The records that can be read, as in [`Inspect::list`].
+    pub entries: Vec<Entry>,
+    /// The others, in a line each: which it is, and what is wrong with it.
+    pub unreadable: Vec<String>,
+    /// Where the next page starts; `None` after the last one.
+    pub next: Option<Cursor>,
+}
+
 /// One listed record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {

@@ -56,8 +56,10 @@ pub(crate) fn is_usable_after(error: &sqlx::Error) -> bool {
 
 /// Whether the failure lies in the database as a whole rather than in one call.
 pub(crate) fn is_everywhere(error: &sqlx::Error) -> bool {
+    // What could not be put into a message is one call's fault, or that of all of them together.
+    let unsendable = matches!(error, sqlx::Error::Encode(_) | sqlx::Error::Protocol(_));
     // Data, constraints, triggers, a lock that was not had in time, a statement that took too long.
-    !is_class(error, &["22", "23", "P0", "55P03", "57014", "54", "40"])
+    !unsendable && !is_class(error, &["22", "23", "P0", "55P03", "57014", "54", "40"])
 }
 
 /// Whether an error of a statement outside a transaction means that the statement was undone.

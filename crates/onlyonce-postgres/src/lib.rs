@@ -39,8 +39,9 @@
 //! [`Unavailable`](onlyonce_core::StoreErrorKind::Unavailable): nothing was written. The server was not
 //! reached, or answered with an error, which undoes the statement.
 //! [`Ambiguous`](onlyonce_core::StoreErrorKind::Ambiguous): the statement was sent and its answer lost, or
-//! it took longer than a call may take. The server gives up a little earlier, so an answer that did not come
-//! in time is not followed by a write long afterwards.
+//! it took longer than a call may take. The server gives up a little earlier, but what is still on its way
+//! in the network, or waits for a standby, may be applied later. It names the revision that it replaces, so
+//! it can then only leave a key held until its lease ends.
 //!
 //! # Clock
 //!
@@ -63,7 +64,7 @@ use async_trait::async_trait;
 use onlyonce_core::group::{Call, Group};
 use onlyonce_core::reads::Reads;
 use onlyonce_core::record::Seen;
-use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
+use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Page, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
 use sqlx::Arguments;
 use sqlx::postgres::{PgArguments, PgRow};
@@ -182,6 +183,47 @@ impl PostgresStore {
         detached(async move { facts::facts(&mut *caretaker.lock().await).await }).await
     }
 
+    /// A part of a listing that no damaged record stops.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn page(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Page, StoreError> {
+        let rows = self.listed(filter, after, rows_max).await?;
+        let mut page = Page::default();
+        for row in &rows {
+            match entry(row) {
+                Ok(entry) => page.entries.push(entry),
+                Err(error) => page.unreadable.push(error.to_string()),
+            }
+        }
+        if let Some(last) = rows.last().filter(|_| rows.len() >= rows_max as usize) {
+            let cursor = sql::cursor(last);
+            page.next = Some(cursor.map_err(|reason| StoreError::new(StoreErrorKind::Unreadable, reason))?);
+        }
+        Ok(page)
+    }
+
+    async fn listed(
+        &self,
+        filter: &Filter,
+        after: Option<&Cursor>,
+        rows_max: u32,
+    ) -> Result<Vec<PgRow>, StoreError> {
+        let (caretaker, filter, after) = (self.caretaker()?, filter.clone(), after.cloned());
+        detached(async move {
+            let mut link = caretaker.lock().await;
+            let (text, arguments) = list_query(&link.target.sql.list, &filter, after.as_ref(), rows_max);
+            let statement = Statement { text: &text, arguments: &arguments, doing: "list", writes: false };
+            link.fetch(&statement).await.map_err(|Failure { error, .. }| error)
+        })
+        .await
+    }
+
     /// Finishes the calls in hand and closes every connection. Calls made later fail.
     pub async fn close(&self) {
         self.shared.open.write().unwrap_or_else(PoisonError::into_inner).take();
@@ -235,15 +277,8 @@ impl Inspect for PostgresStore {
         after: Option<&Cursor>,
         rows_max: u32,
     ) -> Result<Vec<Entry>, StoreError> {
-        let (caretaker, filter, after) = (self.caretaker()?, filter.clone(), after.cloned());
-        detached(async move {
-            let mut link = caretaker.lock().await;
-            let (text, arguments) = list_query(&link.target.sql.list, &filter, after.as_ref(), rows_max);
-            let statement = Statement { text: &text, arguments: &arguments, doing: "list", writes: false };
-            let rows = link.fetch(&statement).await.map_err(|Failure { error, .. }| error)?;
-            rows.iter().map(entry).collect()
-        })
-        .await
+        let rows = self.listed(filter, after, rows_max).await?;
+        rows.iter().map(entry).collect()
     }
 }
 

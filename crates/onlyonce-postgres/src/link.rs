@@ -85,7 +85,7 @@ impl Target {
             connect_timeout: options.connect_timeout.min(options.call_timeout),
             plain: quiet(&options.connect),
             with_settings: quiet(&options.connect_with_settings).options(settings).options(keepalive),
-            begin: format!("BEGIN ISOLATION LEVEL READ COMMITTED{local}"),
+            begin: format!("BEGIN ISOLATION LEVEL READ COMMITTED{local}{}", durable(options.allow_volatile)),
             pgbouncer: options.pgbouncer,
             pooler_found: AtomicBool::new(options.pgbouncer == PgBouncer::Yes),
         }
@@ -199,6 +199,16 @@ fn settings(call_timeout: Duration) -> Vec<(&'static str, String)> {
         ("jit", off()),
         ("plan_cache_mode", "force_generic_plan".to_owned()),
     ]
+}
+
+/// Behind a pooler a session is shared, and another client may have left it with commits that do not wait:
+/// what was checked when connecting need not be so any more.
+fn durable(allow_volatile: bool) -> &'static str {
+    if allow_volatile {
+        return "";
+    }
+    "; SELECT pg_catalog.set_config('synchronous_commit', 'on', true) \
+     WHERE pg_catalog.current_setting('synchronous_commit') = 'off'"
 }
 
 /// Why these settings can lose an acknowledged write, if they can, and what to do about it.

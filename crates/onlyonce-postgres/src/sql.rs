@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use onlyonce_core::record::{Record, Seen, State};
+use onlyonce_core::store::Cursor;
 use onlyonce_core::{Fingerprint, Id, Operation, Outcome, Revision, Timestamp, Write};
 use sqlx::postgres::{PgArguments, PgRow};
 use sqlx::{Arguments, Postgres, Row};
@@ -423,6 +424,11 @@ const SCOPE_COLUMN: usize = 14;
 /// Which id a row is about.
 pub(crate) fn id(row: &PgRow) -> Result<Id, String> {
     bytes(row, 0).map(Id)
+}
+
+/// Where a listing goes on after this row.
+pub(crate) fn cursor(row: &PgRow) -> Result<Cursor, String> {
+    Ok(Cursor { created_at: Timestamp(get(row, 5)?), id: id(row)? })
 }
 
 /// Whether a row of a write's answer tells of a row written, and the clock.

@@ -130,8 +130,13 @@ impl Batch<'_> {
                         return Err(failure);
                     }
                 }
-                // One of them is the culprit: alone it takes nobody with it.
-                Err(_) => self.send_each(link, &part).await?,
+                // One of them is the culprit: alone it takes nobody with it. Those that are answered were
+                // applied, and must not meet their own rows.
+                Err(_) => {
+                    let rest: Vec<usize> =
+                        part.into_iter().filter(|at| self.answers[*at].is_none()).collect();
+                    self.send_each(link, &rest).await?;
+                }
             }
         }
         Ok(())

@@ -54,7 +54,7 @@ use async_trait::async_trait;
 use onlyonce_core::group::{Call, Group};
 use onlyonce_core::reads::Reads;
 use onlyonce_core::record::Seen;
-use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced};
+use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Page, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
 use sqlx::sqlite::SqliteRow;
 use sqlx::{QueryBuilder, Row, Sqlite};
@@ -99,18 +99,6 @@ struct Shared {
 struct Open {
     group: Group,
     reads: Reads,
-}
-
-/// A part of a listing, with what is damaged apart.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub struct Page {
-    /// The records that can be read, as in [`Inspect::list`].
-    pub entries: Vec<Entry>,
-    /// The others, in a line each: which it is, and what is wrong with it.
-    pub unreadable: Vec<String>,
-    /// Where the next page starts; `None` after the last one.
-    pub next: Option<Cursor>,
 }
 
 /// What a store runs on, for people who look after it.

@@ -454,7 +454,7 @@ async fn a_store_that_hangs_is_not_waited_for() {
 #[tokio::test(start_paused = true)]
 async fn a_grant_that_arrives_after_its_own_lease_is_released_and_not_run() {
     let store = Fated::new();
-    let brief = Policy { lease: CALL_TIME_MAX, ..POLICY };
+    let brief = Policy { lease: SLOW, ..POLICY };
     // The answer is lost in time, and the read that settles it comes too late.
     store.meets([AnswerLost]);
     let slow = SlowReads(store.clone());
@@ -470,14 +470,16 @@ async fn a_grant_that_arrives_after_its_own_lease_is_released_and_not_run() {
     assert!(store.stored().await.is_none());
 }
 
-/// Answers an insert after five seconds less a moment, and a read after two moments.
+const SLOW: Duration = Duration::from_secs(2);
+
+/// Answers an insert after [`SLOW`] less a moment, and a read after two moments.
 struct SlowReads(Fated);
 
 #[async_trait]
 impl Store for SlowReads {
     async fn insert(&self, operation: &Operation, write: Write) -> Result<Inserted, StoreError> {
         let inserted = self.0.insert(operation, write).await;
-        tokio::time::sleep(CALL_TIME_MAX - Duration::from_millis(1)).await;
+        tokio::time::sleep(SLOW - Duration::from_millis(1)).await;
         inserted
     }
 

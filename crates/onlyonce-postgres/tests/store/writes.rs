@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use onlyonce_core::store::{Inserted, Replaced};
+use onlyonce_core::store::{Filter, Inserted, Replaced};
 use onlyonce_core::{Store, StoreErrorKind};
 use onlyonce_testkit::Postgres;
 use tokio::task::JoinSet;
@@ -154,4 +154,21 @@ async fn a_locked_row_does_not_hold_up_the_others() {
     release.send(()).unwrap();
     locker.await.unwrap();
     assert!(matches!(store.replace(locked.id(), first.revision, done()).await, Ok(Replaced::Written(_))));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_record_does_not_hide_the_others() {
+    let database = server().database();
+    let store = open(&server().url(&database)).await;
+    for key in ["a", "b", "c"] {
+        store.insert(&operation(key), running()).await.unwrap();
+    }
+    let damage = "\
+        UPDATE onlyonce.idempotency_keys SET attempt = -1 WHERE key = 'b'";
+    server().sql(&database, damage);
+    let page = store.page(&Filter::default(), None, 10).await.unwrap();
+    let mut keys: Vec<_> = page.entries.iter().map(|entry| entry.operation.key().as_str()).collect();
+    keys.sort_unstable();
+    assert_eq!((keys, page.unreadable.len(), page.next), (vec!["a", "c"], 1, None));
+    assert!(page.unreadable[0].contains(&operation("b").id().to_string()), "{:?}", page.unreadable);
 }
