@@ -4,10 +4,10 @@ use std::net::IpAddr;
 
 use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE,
-    EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
-    TRANSFER_ENCODING, UPGRADE,
+    EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRANSFER_ENCODING, UPGRADE,
 };
 use http::uri::Authority;
+use onlyonce::HOP_BY_HOP;
 
 /// Tells the upstream which attempt it is doing, so that it can look before it acts again.
 pub const IDEMPOTENCY_ATTEMPT: HeaderName = HeaderName::from_static("idempotency-attempt");
@@ -16,19 +16,6 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
-
-/// They belong to one connection (RFC 9110, section 7.6.1). `Trailer` is not among them: it announces
-/// what the proxy passes on.
-const HOP_BY_HOP: [HeaderName; 8] = [
-    CONNECTION,
-    HeaderName::from_static("keep-alive"),
-    HeaderName::from_static("proxy-connection"),
-    PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION,
-    TE,
-    TRANSFER_ENCODING,
-    UPGRADE,
-];
 
 /// Makes a request's head fit for the next connection. Returns the protocols it asks to change to, which
 /// are then still in `headers`; there are none if the request is guarded.

@@ -67,7 +67,7 @@ impl Postgres {
     pub fn start_with_tls() -> (Self, PathBuf) {
         let folder = system::folder("onlyonce-postgres-");
         let (certificate, key) = (folder.join("server.crt"), folder.join("server.key"));
-        let mut openssl = system::unprivileged("openssl");
+        let mut openssl = system::unprivileged(system::openssl());
         openssl.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]);
         openssl.args(["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]);
         openssl.args(["-addext", "basicConstraints=critical,CA:FALSE"]);

@@ -37,6 +37,10 @@ pub(crate) fn pgbouncer() -> PathBuf {
     folder.join("pgbouncer")
 }
 
+pub(crate) fn openssl() -> PathBuf {
+    found_or_installed("openssl", || in_search_path(&["openssl"])).join("openssl")
+}
+
 fn in_search_path(programs: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).find(|folder| has_all(folder, programs))
@@ -54,14 +58,12 @@ fn found_or_installed(program: &str, find: impl Fn() -> Option<PathBuf>) -> Path
     if is_root() {
         INSTALL.call_once(install);
     }
-    find().unwrap_or_else(|| {
-        panic!("{program} is missing: install Postgres and PgBouncer (apt-get install postgresql pgbouncer)")
-    })
+    find().unwrap_or_else(|| panic!("{program} is missing: apt-get install postgresql pgbouncer openssl"))
 }
 
 fn install() {
     for arguments in
-        [&["update"][..], &["install", "-y", "--no-install-recommends", "postgresql", "pgbouncer"]]
+        [&["update"][..], &["install", "-y", "--no-install-recommends", "postgresql", "pgbouncer", "openssl"]]
     {
         let mut command = Command::new("apt-get");
         command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());

@@ -13,22 +13,22 @@ pub const IDEMPOTENT_REPLAYED: HeaderName = HeaderName::from_static("idempotent-
 
 const OUR_PREFIX: &str = "onlyonce-";
 
-/// They belong to one connection (RFC 9110, section 7.6.1), not to the answer.
-const HOP_BY_HOP: [HeaderName; 9] = [
+/// The header lines that belong to one connection (RFC 9110, section 7.6.1), not to a request or an answer.
+/// `Trailer` is not among them: it announces what a proxy passes on.
+pub const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
     PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION,
     TE,
-    TRAILER,
     TRANSFER_ENCODING,
     UPGRADE,
 ];
 
 /// They belong to one moment or are computed anew.
-const NEVER_RECORDED: [HeaderName; 4] =
-    [CONTENT_LENGTH, DATE, WWW_AUTHENTICATE, HeaderName::from_static("server-timing")];
+const NEVER_RECORDED: [HeaderName; 5] =
+    [CONTENT_LENGTH, TRAILER, DATE, WWW_AUTHENTICATE, HeaderName::from_static("server-timing")];
 
 /// Removes what only Onlyonce itself may say.
 pub(crate) fn remove_ours(headers: &mut HeaderMap) {

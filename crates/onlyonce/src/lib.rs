@@ -84,7 +84,7 @@ mod work;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use caller::{Caller, CallerError, ResolveCaller};
-pub use headers::{IDEMPOTENT_REPLAYED, recorded_headers};
+pub use headers::{HOP_BY_HOP, IDEMPOTENT_REPLAYED, recorded_headers};
 pub use keep::KeepRules;
 pub use layer::{Config, Execution, Failure, NAMESPACE_DEFAULT, OnlyonceLayer};
 pub use rules::Route;
