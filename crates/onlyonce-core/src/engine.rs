@@ -21,7 +21,7 @@ use crate::record::{Fingerprint, Outcome, Record, Revision, Seen, Write};
 use crate::store::{Inserted, Replaced, Store, StoreError, StoreErrorKind};
 
 /// How often a claim starts over when others keep writing the same key in between.
-const CLAIM_ROUNDS_MAX: u32 = 16;
+pub(crate) const CLAIM_ROUNDS_MAX: u32 = 16;
 
 /// How long one store call may take, on the local clock. Its outcome then counts as unknown.
 pub const CALL_TIME_MAX: Duration = Duration::from_secs(5);

@@ -17,7 +17,8 @@
 //!
 //! A [`Store`] is a compare-and-swap register with a clock, and decides nothing. [`identity`] and
 //! [`fingerprint`] say which requests are the same, [`outcome`] how an answer is kept, [`group`] and
-//! [`reads`] how concurrent calls share a commit or a round trip.
+//! [`reads`] how concurrent calls share a commit or a round trip. A store that is also [`Transactional`] can
+//! claim a key inside its user's own transaction: see [`transact`].
 //!
 //! # Example
 //!
@@ -61,6 +62,7 @@ pub mod record;
 pub mod store;
 #[cfg(test)]
 mod tests;
+pub mod transact;
 
 pub use engine::{Claimed, Engine, Finished, Grant};
 pub use fingerprint::BodyMode;
@@ -70,3 +72,4 @@ pub use memory::MemoryStore;
 pub use outcome::Recorded;
 pub use record::{Fingerprint, Outcome, Revision, Timestamp, Write};
 pub use store::{Inspect, Store, StoreError, StoreErrorKind};
+pub use transact::{TransactionError, Transactional};
