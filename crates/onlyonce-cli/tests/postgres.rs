@@ -66,15 +66,25 @@ fn a_copy_that_waits_on_another_instance_is_answered_soon_after_the_first() {
     let config = "[defaults]\non_concurrent = \"wait\"\nwait = \"25s\"\n";
     let setup = on(Postgres::shared(), &upstream, config);
     let [one, two] = instances(&setup, &upstream, config);
-    let first = post("k").order("before=700").start(&one);
-    until("the first runs", || upstream.received() == 1);
-    let copy = thread::spawn(move || (post("k").send(&two), Instant::now()));
-    let first = first.join().unwrap();
-    let first_at = Instant::now();
-    let (copy, copy_at) = copy.join().unwrap();
-    assert_eq!((copy.replayed(), &copy.body), (true, &first.body));
-    let lag = copy_at.saturating_duration_since(first_at);
-    assert!(lag < millis(2_000), "{lag:?} after the first");
+    let mut lags: Vec<_> = (0..7)
+        .map(|round| {
+            let key = format!("k{round}");
+            // Not in step with the pauses between two looks.
+            let first = post(&key).order(&format!("before={}", 700 + 37 * round)).start(&one);
+            until("the first runs", || upstream.received() == round + 1);
+            let (key, two) = (key.clone(), two.addr);
+            let copy = thread::spawn(move || (post(&key).send_to(two), Instant::now()));
+            let first = first.join().unwrap();
+            let first_at = Instant::now();
+            let (copy, copy_at) = copy.join().unwrap();
+            assert_eq!((copy.replayed(), &copy.body), (true, &first.body));
+            copy_at.saturating_duration_since(first_at)
+        })
+        .collect();
+    lags.sort();
+    let median = lags[lags.len() / 2];
+    println!("after the first: median {median:?}, worst {:?}", lags[lags.len() - 1]);
+    assert!(median < millis(1_000), "{lags:?} after the first");
 }
 
 #[test]

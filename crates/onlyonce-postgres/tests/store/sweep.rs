@@ -83,3 +83,68 @@ async fn a_renewed_key_is_swept_when_its_last_lease_is_over() {
     tokio::time::sleep(Duration::from_millis(320)).await;
     assert_eq!(store.sweep(10).await.unwrap(), 1);
 }
+
+/// Claims with a million expired keys in the table, quiet and during the sweep, in turns.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a measurement; takes minutes: cargo test --release -p onlyonce-postgres -- --ignored --nocapture claims_while"]
+async fn claims_while_a_million_expired_keys_are_swept() {
+    let url = server().url(&server().database());
+    let (claims, sweeps) = (open(&url).await, open(&url).await);
+    let mut connection = <sqlx::PgConnection as sqlx::Connection>::connect(&url).await.unwrap();
+    claims.insert(&operation("template"), expired()).await.unwrap();
+    let fill = "INSERT INTO onlyonce.idempotency_keys \
+        SELECT created_at, granted_at, expires_at, sweep_at, lease_until, completed_at, attempt, status, \
+            sha256(n::text::bytea), revision, fingerprint_target, fingerprint_body, namespace, endpoint, caller, \
+            'k' || n, head, body \
+        FROM onlyonce.idempotency_keys, generate_series(1, 1000000) n";
+    sqlx::query(fill).execute(&mut connection).await.unwrap();
+    sqlx::query("VACUUM ANALYZE onlyonce.idempotency_keys").execute(&mut connection).await.unwrap();
+    let (mut quiet, mut swept) = (Vec::new(), Vec::new());
+    for round in 0..5 {
+        claim_for_a_while(&claims, &format!("quiet-{round}"), &mut quiet).await;
+        let sweeping = {
+            let sweeps = sweeps.clone();
+            tokio::spawn(async move {
+                let mut removed = 0;
+                loop {
+                    removed += sweeps.sweep(1_000).await.unwrap();
+                    tokio::task::yield_now().await;
+                    if removed >= 150_000 {
+                        return;
+                    }
+                }
+            })
+        };
+        claim_for_a_while(&claims, &format!("swept-{round}"), &mut swept).await;
+        println!(
+            "round {round}: the sweep {}",
+            if sweeping.is_finished() { "ended early" } else { "went on" }
+        );
+        sweeping.await.unwrap();
+    }
+    for (name, times) in [("quiet", &mut quiet), ("during a sweep", &mut swept)] {
+        times.sort();
+        let at = |part: usize| times[times.len() * part / 100];
+        println!("{name}: {} claims, p50 {:?}, p99 {:?}", times.len(), at(50), at(99));
+    }
+}
+
+/// 16 at a time, for three seconds.
+async fn claim_for_a_while(store: &PostgresStore, name: &str, times: &mut Vec<Duration>) {
+    let ends = std::time::Instant::now() + Duration::from_secs(3);
+    let mut claiming = JoinSet::new();
+    for task in 0..16 {
+        let (store, name) = (store.clone(), format!("{name}-{task}"));
+        claiming.spawn(async move {
+            let mut times = Vec::new();
+            while std::time::Instant::now() < ends {
+                let started = std::time::Instant::now();
+                let payment = operation(&format!("{name}-{}", times.len()));
+                store.insert(&payment, running()).await.unwrap();
+                times.push(started.elapsed());
+            }
+            times
+        });
+    }
+    times.extend(claiming.join_all().await.into_iter().flatten());
+}
