@@ -70,6 +70,7 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
         record_grace: config.record_grace,
         defaults: config.defaults,
         routes: config.routes,
+        refusal_body: None,
     };
     let layer = OnlyonceLayer::new(Arc::clone(&metered), layer_config)
         .map_err(|error| StartError::Refused(error.to_string()))?;

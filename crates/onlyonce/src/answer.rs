@@ -85,11 +85,11 @@ where
     ) -> Self {
         let now = Instant::now();
         let (head, body) = response.into_parts();
-        let lease = job.settings.lease();
+        let lease = job.admitted.settings.lease();
         let stream_at = match headers::is_event_stream(&head.headers) {
             true => Some(now),
             false if job.ends_by_closing => None,
-            false => Some(now + job.settings.stream_after),
+            false => Some(now + job.admitted.settings.stream_after),
         };
         Self {
             caller: match reply {
@@ -102,7 +102,7 @@ where
             bytes_passed: 0,
             content_length: headers::content_length(&head.headers),
             trailers: HeaderMap::new(),
-            idle_at: now + job.settings.idle_timeout,
+            idle_at: now + job.admitted.settings.idle_timeout,
             head,
             body: Box::pin(body),
             job,
@@ -111,7 +111,7 @@ where
 
     /// Takes the answer to its end.
     pub(crate) async fn gather(mut self) {
-        let bytes_max = self.job.settings.response_body_bytes_max;
+        let bytes_max = self.job.admitted.settings.response_body_bytes_max;
         if self.content_length.is_some_and(|bytes| bytes > bytes_max) {
             return self.not_kept().await;
         }
@@ -135,10 +135,11 @@ where
                 Event::Renewed(renewed) => self.renewed(renewed),
                 Event::StreamDue => self.show_beginning(),
                 Event::HungUp => {
-                    self.caller = CallerSide::Gone { until: Instant::now() + self.job.settings.lease() };
+                    self.caller =
+                        CallerSide::Gone { until: Instant::now() + self.job.admitted.settings.lease() };
                 }
                 Event::GivenUp => {
-                    warn!(operation = %self.job.operation.id(), "the caller is gone and the answer does not end");
+                    warn!(operation = %self.job.admitted.operation.id(), "the caller is gone and the answer does not end");
                     self.mark().await;
                     return;
                 }
@@ -161,7 +162,7 @@ where
             biased;
             frame = self.body.frame() => match frame {
                 Some(Ok(frame)) => {
-                    self.idle_at = Instant::now() + self.job.settings.idle_timeout;
+                    self.idle_at = Instant::now() + self.job.admitted.settings.idle_timeout;
                     Event::Frame(frame)
                 }
                 Some(Err(error)) => Event::Failed(error.into()),
@@ -179,7 +180,7 @@ where
         let body = self.collected.into_bytes();
         let recorded = Recorded::Response(outcome::Response {
             status: self.head.status,
-            headers: headers::recorded_headers(&self.head.headers, self.job.settings.record_cookies),
+            headers: headers::recorded_headers(&self.head.headers, self.job.admitted.settings.record_cookies),
             body: body.clone(),
             trailers: self.trailers.clone(),
         });
@@ -218,7 +219,7 @@ where
         if let Some(relay) = &relay {
             relay.pass_data(self.collected.into_bytes().slice(self.bytes_passed..));
         }
-        Unkept { settings: Arc::clone(&self.job.settings), body: self.body, relay, until }
+        Unkept { settings: Arc::clone(&self.job.admitted.settings), body: self.body, relay, until }
     }
 
     /// The answer is too large to record: leaves the mark, and then passes the rest on.
@@ -230,10 +231,10 @@ where
 
     /// The answer was lost halfway: the key is left to its lease.
     fn cut(self, code: Code, error: BoxError) {
-        debug!(operation = %self.job.operation.id(), %error, "the answer was lost halfway");
+        debug!(operation = %self.job.admitted.operation.id(), %error, "the answer was lost halfway");
         let lease_ends = match &self.held {
             Held::Grant(grant) => grant.lease_ends(),
-            Held::Renewing(_) => Instant::now() + self.job.settings.lease(),
+            Held::Renewing(_) => Instant::now() + self.job.admitted.settings.lease(),
         };
         match self.caller {
             CallerSide::Waiting { reply, .. } => {
@@ -278,8 +279,8 @@ where
     }
 
     fn renewed(&mut self, (grant, renewed): Renewed) {
-        let lease = self.job.settings.lease();
-        let operation = self.job.operation.id();
+        let lease = self.job.admitted.settings.lease();
+        let operation = self.job.admitted.operation.id();
         self.renew_at = match renewed {
             Ok(true) => Some(renew_at(&grant, lease)),
             Ok(false) => {

@@ -1,5 +1,6 @@
 //! The layer: its configuration, and what all its services share.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,13 +8,15 @@ use onlyonce_core::{Engine, Operation, Store};
 use tokio_util::task::TaskTracker;
 use tower_layer::Layer;
 
+use crate::admit::Front;
 use crate::caller::Caller;
+use crate::problem::RefusalBody;
 use crate::rules::{Route, Rules};
 use crate::service::OnlyonceService;
 use crate::settings::{DURATION_MAX, Settings, SettingsError};
 
 /// Everything about a layer but its store.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Config {
     /// One API. Two APIs on one store set their own.
     pub namespace: String,
@@ -26,6 +29,9 @@ pub struct Config {
     pub defaults: Settings,
     /// The first that matches wins.
     pub routes: Vec<Route>,
+    /// The body of every refusal, instead of RFC 9457 problem details. Its status, `Onlyonce-Refused` and
+    /// `Retry-After` stay: clients go by them.
+    pub refusal_body: Option<RefusalBody>,
 }
 
 /// The namespace of whoever set none.
@@ -39,7 +45,35 @@ impl Default for Config {
             record_grace: Duration::from_secs(2),
             defaults: Settings::default(),
             routes: Vec::new(),
+            refusal_body: None,
         }
+    }
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { namespace, caller, record_grace, defaults, routes, refusal_body } = self;
+        f.debug_struct("Config")
+            .field("namespace", namespace)
+            .field("caller", caller)
+            .field("record_grace", record_grace)
+            .field("defaults", defaults)
+            .field("routes", routes)
+            .field("refusal_body", &refusal_body.is_some())
+            .finish()
+    }
+}
+
+impl Front {
+    pub(crate) fn new(config: Config) -> Result<Self, SettingsError> {
+        let Config { namespace, caller, record_grace, defaults, routes, refusal_body } = config;
+        if namespace.is_empty() {
+            return Err(SettingsError::new("namespace", "must not be empty"));
+        }
+        if record_grace > DURATION_MAX {
+            return Err(SettingsError::new("record_grace", "is too long; at most ten years"));
+        }
+        Ok(Self { rules: Rules::new(routes, defaults)?, caller, namespace, refusal_body })
     }
 }
 
@@ -52,10 +86,8 @@ pub struct OnlyonceLayer {
 }
 
 pub(crate) struct Shared {
+    pub(crate) front: Front,
     pub(crate) engine: Engine,
-    pub(crate) rules: Rules,
-    pub(crate) caller: Caller,
-    pub(crate) namespace: String,
     pub(crate) record_grace: Duration,
     pub(crate) tasks: TaskTracker,
 }
@@ -66,18 +98,10 @@ impl OnlyonceLayer {
     /// # Errors
     /// Names the setting that cannot be, and what is allowed.
     pub fn new(store: Arc<dyn Store>, config: Config) -> Result<Self, SettingsError> {
-        let Config { namespace, caller, record_grace, defaults, routes } = config;
-        if namespace.is_empty() {
-            return Err(SettingsError::new("namespace", "must not be empty"));
-        }
-        if record_grace > DURATION_MAX {
-            return Err(SettingsError::new("record_grace", "is too long; at most ten years"));
-        }
+        let record_grace = config.record_grace;
         let shared = Shared {
+            front: Front::new(config)?,
             engine: Engine::new(store),
-            rules: Rules::new(routes, defaults)?,
-            caller,
-            namespace,
             record_grace,
             tasks: TaskTracker::new(),
         };

@@ -70,6 +70,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod admit;
 mod answer;
 mod body;
 pub mod caller;
@@ -82,13 +83,14 @@ mod service;
 pub mod settings;
 mod work;
 
+pub use admit::IDEMPOTENCY_KEY;
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use caller::{Caller, CallerError, ResolveCaller};
 pub use headers::{HOP_BY_HOP, IDEMPOTENT_REPLAYED, recorded_headers};
 pub use keep::KeepRules;
 pub use layer::{Config, Execution, Failure, NAMESPACE_DEFAULT, OnlyonceLayer};
 pub use rules::Route;
-pub use service::{IDEMPOTENCY_KEY, OnlyonceService, ResponseFuture};
+pub use service::{OnlyonceService, ResponseFuture};
 pub use settings::{Settings, SettingsError};
 
 /// The names of what the layer counts, through the [`metrics`](https://docs.rs/metrics) facade.

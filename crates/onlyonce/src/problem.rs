@@ -1,6 +1,7 @@
 //! Every refusal: RFC 9457 problem details, told apart from an application's own 409 or 422 by their
 //! `type` and the `Onlyonce-Refused` header.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,6 +11,9 @@ use onlyonce_core::Refusal;
 
 /// The response header that names the code of a refusal.
 pub const REFUSED: HeaderName = HeaderName::from_static("onlyonce-refused");
+
+/// Gives a refusal another body: its content type and its bytes.
+pub type RefusalBody = Arc<dyn Fn(&Problem) -> (HeaderValue, Bytes) + Send + Sync>;
 
 /// What was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,10 +197,28 @@ impl Problem {
         self.code
     }
 
+    /// One sentence for whoever reads the refusal: what happened, and what to do.
+    #[must_use]
+    pub fn detail(&self) -> &str {
+        &self.detail
+    }
+
+    /// The status that the caller is answered with.
+    #[must_use]
+    pub fn status_code(&self) -> StatusCode {
+        self.status.unwrap_or_else(|| self.code.status())
+    }
+
+    /// What differs from the first request, under [`Code::KeyReused`]: `target`, `body` or both.
+    #[must_use]
+    pub fn differs(&self) -> &[&'static str] {
+        &self.differs
+    }
+
     /// The response to send.
     #[must_use]
     pub fn into_response(self) -> Response<Bytes> {
-        let status = self.status.unwrap_or_else(|| self.code.status());
+        let status = self.status_code();
         let code = self.code.as_str();
         let mut body = serde_json::json!({
             "type": format!("urn:onlyonce:problem:{code}"),

@@ -17,22 +17,20 @@ use http::{Request, Response};
 use http_body::Body;
 use metrics::{counter, gauge};
 use onlyonce_core::backoff::Backoff;
-use onlyonce_core::{
-    Claimed, Fingerprint, Finished, Grant, Lapse, Operation, Outcome, Recorded, Refusal, StoreError, Verdict,
-};
+use onlyonce_core::{Claimed, Finished, Grant, Lapse, Outcome, Recorded, Refusal, StoreError, Verdict};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until, timeout};
 use tower_service::Service;
 use tracing::{debug, error, warn};
 
+use crate::admit::{Admitted, Front, RETRY_STORE_AFTER};
 use crate::answer::Answer;
 use crate::body::{BoxError, RequestBody, ResponseBody};
 use crate::headers;
 use crate::keep::Disposition;
 use crate::layer::{Execution, Failure, Shared};
 use crate::problem::{Code, Problem};
-use crate::service::{RETRY_STORE_AFTER, refusal};
-use crate::settings::{OnConcurrent, Settings};
+use crate::settings::OnConcurrent;
 
 /// The work ended without a response.
 pub(crate) enum Ended<E> {
@@ -49,11 +47,7 @@ const WAIT_CEILING: Duration = Duration::from_millis(200);
 /// What there is to do, and under which rules.
 pub(crate) struct Job {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) settings: Arc<Settings>,
-    pub(crate) operation: Arc<Operation>,
-    pub(crate) fingerprint: Fingerprint,
-    /// Whether the caller's protocol ends an answer by closing the connection (HTTP/1.0): it could not
-    /// tell a cut answer from a whole one, so it is sent whole ones.
+    pub(crate) admitted: Admitted,
     pub(crate) ends_by_closing: bool,
 }
 
@@ -82,7 +76,7 @@ impl Job {
         &self,
         reply: &mut Reply<ResB, E>,
     ) -> Option<Result<Grant, Response<ResponseBody<ResB>>>> {
-        let Self { shared, settings, operation, fingerprint, .. } = self;
+        let (shared, Admitted { settings, operation, fingerprint }) = (&self.shared, &self.admitted);
         let policy = settings.policy();
         let wait = match settings.on_concurrent {
             OnConcurrent::Reject => Duration::ZERO,
@@ -96,7 +90,7 @@ impl Job {
                     claimed("execute");
                     return Some(Ok(grant));
                 }
-                Ok(Claimed::Replay(outcome)) => break ("replay", replay(&outcome)),
+                Ok(Claimed::Replay(outcome)) => break ("replay", self.shared.front.replay(&outcome)),
                 Ok(Claimed::Refused(Refusal::InFlight { .. })) if Instant::now() < wait_ends => {
                     let next = Instant::now() + waits.next().unwrap_or(WAIT_CEILING);
                     tokio::select! {
@@ -110,7 +104,7 @@ impl Job {
                         Refusal::InFlight { .. } => "in_flight",
                         Refusal::Unknown => "unknown",
                     };
-                    break (answer, refusal(Problem::refused(refused)));
+                    break (answer, self.shared.front.refusal(Problem::refused(refused)));
                 }
                 Err(error) => break ("store_error", self.unavailable(&error)),
             }
@@ -120,8 +114,8 @@ impl Job {
     }
 
     fn unavailable<ResB>(&self, error: &StoreError) -> Response<ResponseBody<ResB>> {
-        error!(operation = %self.operation.id(), %error, "the store cannot say who holds the key");
-        refusal(
+        error!(operation = %self.admitted.operation.id(), %error, "the store cannot say who holds the key");
+        self.shared.front.refusal(
             Problem::new(
                 Code::StoreUnavailable,
                 "Nothing was done: the store that keeps idempotency keys is away. Retry with the same key.",
@@ -143,8 +137,8 @@ impl Job {
         ResB::Error: Into<BoxError>,
     {
         let _in_flight = InFlight::enter();
-        let head_by = (Instant::now() + self.settings.timeout).min(grant.lease_ends());
-        let operation = Arc::clone(&self.operation);
+        let head_by = (Instant::now() + self.admitted.settings.timeout).min(grant.lease_ends());
+        let operation = Arc::clone(&self.admitted.operation);
         request.extensions_mut().insert(Execution { operation, attempt: grant.attempt() });
         let mut work =
             std::pin::pin!(AssertUnwindSafe(async move { inner.call(request).await }).catch_unwind());
@@ -158,7 +152,7 @@ impl Job {
                     biased;
                     ended = &mut work => ended,
                     () = sleep_until(grant.lease_ends()) => {
-                        warn!(operation = %self.operation.id(), "no answer within the lease; the work is given up");
+                        warn!(operation = %self.admitted.operation.id(), "no answer within the lease; the work is given up");
                         return;
                     }
                 }
@@ -167,11 +161,11 @@ impl Job {
         match ended {
             Ok(Ok(response)) => self.answered(grant, response, reply).await,
             Ok(Err(error)) => {
-                debug!(operation = %self.operation.id(), "the service failed; the key is left to its lease");
+                debug!(operation = %self.admitted.operation.id(), "the service failed; the key is left to its lease");
                 reply.map(|reply| reply.send(Err(Ended::Error(error))).err());
             }
             Err(panic) => {
-                error!(operation = %self.operation.id(), "the service panicked; the key is released");
+                error!(operation = %self.admitted.operation.id(), "the service panicked; the key is released");
                 self.record(std::future::ready(grant), Verdict::Release).await;
                 reply.map(|reply| reply.send(Err(Ended::Panic(panic))).err());
             }
@@ -195,7 +189,8 @@ impl Job {
                     Code::UpstreamUnreachable,
                     "Nothing was sent to the service, so the work was not done; a retry with the same key runs it.",
                 );
-                return self.send(&mut reply, refusal(problem.retry_after(RETRY_STORE_AFTER)));
+                return self
+                    .send(&mut reply, self.shared.front.refusal(problem.retry_after(RETRY_STORE_AFTER)));
             }
             Some(Failure::Lost) => {
                 return self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
@@ -203,7 +198,7 @@ impl Job {
             None => {}
         }
         headers::remove_ours(response.headers_mut());
-        match self.settings.keep.of(response.status()) {
+        match self.admitted.settings.keep.of(response.status()) {
             Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
             Disposition::Release => {
                 self.record(std::future::ready(grant), Verdict::Release).await;
@@ -215,7 +210,7 @@ impl Job {
 
     /// Passes an answer on that is not recorded.
     fn pass<ResB, E>(&self, reply: &mut Option<Reply<ResB, E>>, response: Response<ResB>) {
-        let idle_timeout = self.settings.idle_timeout;
+        let idle_timeout = self.admitted.settings.idle_timeout;
         self.send(reply, response.map(|body| ResponseBody::limited(body, idle_timeout)));
     }
 
@@ -239,20 +234,20 @@ impl Job {
         // Told in whole seconds: after the end, not before it.
         let lease_left = lease_ends.saturating_duration_since(Instant::now()) + Duration::from_secs(1);
         let seconds = lease_left.as_secs();
-        let then = match self.settings.on_lapse {
+        let then = match self.admitted.settings.on_lapse {
             Lapse::Rerun => format!("runs the work again once the lease has ended, in {seconds} s"),
             Lapse::Hold => "is refused until an operator decides".to_owned(),
         };
         let detail = format!(
             "{what} A retry with the same key gets its answer if one is recorded; otherwise it {then}."
         );
-        refusal(Problem::new(code, detail).retry_after(lease_left))
+        self.shared.front.refusal(Problem::new(code, detail).retry_after(lease_left))
     }
 
     /// Ends the grant and waits for it, but no longer than `record_grace`: the store is then tried on
     /// until the lease ends, while the caller gets the answer.
     pub(crate) async fn record(&self, grant: impl Future<Output = Grant> + Send + 'static, verdict: Verdict) {
-        let id = self.operation.id();
+        let id = self.admitted.operation.id();
         let finishing = self.shared.tasks.spawn(async move {
             match grant.await.finish(verdict).await {
                 Ok(Finished::Written) => {}
@@ -301,17 +296,20 @@ impl Drop for InFlight {
     }
 }
 
-fn replay<ResB>(outcome: &Outcome) -> Response<ResponseBody<ResB>> {
-    match Recorded::decode(outcome) {
-        Ok(Recorded::Response(recorded)) => {
-            let (parts, body, trailers) = headers::replayed(recorded);
-            Response::from_parts(parts, ResponseBody::whole(body, trailers))
-        }
-        Ok(Recorded::NotKept { status }) => refusal(Problem::not_kept(status)),
-        Err(error) => {
-            error!(%error, "a recorded outcome cannot be given again");
-            let detail = format!("The work was done, but {error}; it is not run again.");
-            refusal(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_STORE_AFTER))
+impl Front {
+    /// The recorded answer, as every later caller is given it.
+    pub(crate) fn replay<ResB>(&self, outcome: &Outcome) -> Response<ResponseBody<ResB>> {
+        match Recorded::decode(outcome) {
+            Ok(Recorded::Response(recorded)) => {
+                let (parts, body, trailers) = headers::replayed(recorded);
+                Response::from_parts(parts, ResponseBody::whole(body, trailers))
+            }
+            Ok(Recorded::NotKept { status }) => self.refusal(Problem::not_kept(status)),
+            Err(error) => {
+                error!(%error, "a recorded outcome cannot be given again");
+                let detail = format!("The work was done, but {error}; it is not run again.");
+                self.refusal(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_STORE_AFTER))
+            }
         }
     }
 }
