@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 /// The core's modules without clock, randomness or I/O; they import only each other.
-const PURE: [&str; 7] = ["record", "machine", "identity", "digest", "fingerprint", "outcome", "backoff"];
+const PURE: [&str; 8] =
+    ["record", "machine", "identity", "digest", "downstream", "fingerprint", "outcome", "backoff"];
 
 /// Crates that a pure module may use.
-const PURE_CRATES: [&str; 10] = [
+const PURE_CRATES: [&str; 11] = [
     "std",
     "core",
     "bytes",
@@ -20,6 +21,7 @@ const PURE_CRATES: [&str; 10] = [
     "serde_json_canonicalizer",
     "sfv",
     "sha2",
+    "uuid",
 ];
 
 /// Names that are not pure, whichever way they came in.

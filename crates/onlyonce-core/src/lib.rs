@@ -16,9 +16,10 @@
 //! 3. [`engine`]: the decisions carried out against a store that may fail at any call.
 //!
 //! A [`Store`] is a compare-and-swap register with a clock, and decides nothing. [`identity`] and
-//! [`fingerprint`] say which requests are the same, [`outcome`] how an answer is kept, [`group`] and
-//! [`reads`] how concurrent calls share a commit or a round trip. A store that is also [`Transactional`] can
-//! claim a key inside its user's own transaction: see [`transact`].
+//! [`fingerprint`] say which requests are the same, [`outcome`] how an answer is kept, [`downstream`] which
+//! key a side effect outside of the store has, [`group`] and [`reads`] how concurrent calls share a commit
+//! or a round trip. A store that is also [`Transactional`] can claim a key inside its user's own transaction:
+//! see [`transact`].
 //!
 //! # Example
 //!
@@ -50,6 +51,7 @@
 
 pub mod backoff;
 mod digest;
+pub mod downstream;
 pub mod engine;
 pub mod fingerprint;
 pub mod group;
@@ -64,6 +66,7 @@ pub mod store;
 mod tests;
 pub mod transact;
 
+pub use downstream::Downstream;
 pub use engine::{Claimed, Engine, Finished, Grant};
 pub use fingerprint::BodyMode;
 pub use identity::{Id, Key, Operation};
