@@ -2,7 +2,8 @@
 //!
 //! A backend implements [`Harness`] and expands [`suite!`]; each clause is then a test of its own name.
 //! One that keeps keys for people to look at also implements [`InspectHarness`] and expands
-//! [`inspect_suite!`]. The crate that does so needs `tokio` with `macros` and `rt-multi-thread`.
+//! [`inspect_suite!`]; one that can claim inside its user's transaction implements [`TransactHarness`] and
+//! expands [`transact_suite!`]. The crate that does so needs `tokio` with `macros` and `rt-multi-thread`.
 //!
 //! ```
 //! mod memory {
@@ -24,6 +25,7 @@
 //! | [`engine`] | what callers of [`onlyonce_core::Engine`] rely on |
 //! | [`faults`] | the same when any call fails, see [`Faulty`] |
 //! | [`inspect`] | listing |
+//! | [`transact`] | claims inside the user's own transaction, for stores that are [`Transactional`] |
 
 pub mod bytes;
 pub mod clock;
@@ -36,12 +38,13 @@ pub mod races;
 pub mod register;
 mod samples;
 pub mod sweep;
+pub mod transact;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use onlyonce_core::{Inspect, Store};
+use onlyonce_core::{Inspect, Store, Transactional};
 
 pub use faulty::{Fault, Faulty};
 pub use memory::MemoryHarness;
@@ -65,6 +68,28 @@ pub trait Harness: Send + Sync + 'static {
 pub trait InspectHarness: Harness {
     /// A look into this harness's data.
     async fn inspect(&self) -> Arc<dyn Inspect>;
+}
+
+/// A fresh, empty store that can join its user's transactions, for one clause.
+#[async_trait]
+pub trait TransactHarness: Send + Sync + 'static {
+    /// The store.
+    type Store: Transactional + Clone;
+
+    /// A handle on this harness's data.
+    async fn store(&self) -> Self::Store;
+
+    /// Another handle on the same data, as far apart from [`store`](Self::store) as the backend allows.
+    async fn other(&self) -> Self::Store;
+
+    /// Writes a line inside the transaction, as the store's user would, to a table of the user's own.
+    async fn note(&self, transaction: &mut <Self::Store as Transactional>::Transaction, line: &str);
+
+    /// The lines that are committed, in the order of their writing, read outside of any transaction.
+    async fn notes(&self) -> Vec<String>;
+
+    /// Lets this much time pass on the store's clock.
+    async fn pass(&self, time: Duration);
 }
 
 /// Expands to one test for each clause on [`Store`](onlyonce_core::Store). The argument is an expression that makes a fresh
@@ -155,6 +180,38 @@ macro_rules! inspect_suite {
                 each_filter_selects
                 filters_add_up
                 a_filter_is_no_pattern;
+        }
+    };
+}
+
+/// Expands to one test for each clause on [`Transactional`](onlyonce_core::Transactional). The argument is an
+/// expression that makes a fresh [`TransactHarness`].
+#[macro_export]
+macro_rules! transact_suite {
+    ($harness:expr) => {
+        $crate::tests_of! { $harness;
+            transact:
+                an_execution_is_kept_with_its_work
+                a_rolled_back_execution_leaves_nothing
+                a_dropped_transaction_leaves_nothing
+                nobody_sees_an_open_claim
+                a_copy_waits_and_replays
+                a_copy_waits_and_executes_after_a_rollback
+                a_copy_gives_up_after_its_wait
+                of_many_copies_one_executes
+                a_held_key_is_refused
+                a_lapsed_key_is_taken_over_or_refused
+                an_expired_key_starts_afresh
+                a_rolled_back_take_over_leaves_the_record
+                a_copy_of_a_take_over_waits
+                a_mismatch_is_refused
+                both_ways_in_see_each_others_outcomes
+                an_outcome_survives_byte_for_byte
+                times_count_from_the_writes
+                an_insert_and_a_replace_compare
+                a_transaction_without_a_claim_commits
+                a_dropped_begin_leaves_no_transaction
+                a_dropped_claim_leaves_nothing;
         }
     };
 }
