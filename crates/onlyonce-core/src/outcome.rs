@@ -1,12 +1,16 @@
 //! How an outcome becomes bytes, and bytes an outcome.
 //!
 //! ```text
-//! head:  version (1 byte) · kind (1 byte) · headers · trailers
-//! kind:  1 a response, 2 done but not kept
+//! head:  version (1 byte) · kind (1 byte) · then, by kind:
+//! kind:  1 a response: headers · trailers
+//!        2 done but not kept
+//!        3 a function's value: attempt (u32)
+//!        4 a function's error: attempt (u32)
 //! lines: count (u32) · for each: name length (u32) · name · value length (u32) · value
 //! ```
 //!
-//! Numbers are big-endian. Values are kept as bytes: they need not be text.
+//! Numbers are big-endian. Header values are kept as bytes: they need not be text. The body is the response's,
+//! or the value or error in JSON, which has no HTTP status.
 
 use std::fmt;
 
@@ -25,6 +29,8 @@ pub enum Recorded {
         /// The status that the first caller saw.
         status: StatusCode,
     },
+    /// What a function returned, to be returned again.
+    Value(Value),
 }
 
 /// A whole response.
@@ -40,9 +46,25 @@ pub struct Response {
     pub trailers: HeaderMap,
 }
 
+/// What a function returned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Value {
+    /// The attempt that returned it.
+    pub attempt: u32,
+    /// Whether it is an error.
+    pub is_error: bool,
+    /// The value or error, in JSON.
+    pub json: Bytes,
+}
+
 const VERSION: u8 = 1;
 const RESPONSE: u8 = 1;
 const NOT_KEPT: u8 = 2;
+const VALUE: u8 = 3;
+const ERROR: u8 = 4;
+
+/// In place of the status of an outcome that has none.
+const NO_STATUS: u16 = 0;
 
 impl Recorded {
     /// The bytes a store keeps.
@@ -61,6 +83,11 @@ impl Recorded {
                 head.put_u8(NOT_KEPT);
                 Outcome { status: status.as_u16(), head: head.freeze(), body: Bytes::new() }
             }
+            Self::Value(Value { attempt, is_error, json }) => {
+                head.put_u8(if is_error { ERROR } else { VALUE });
+                head.put_u32(attempt);
+                Outcome { status: NO_STATUS, head: head.freeze(), body: json }
+            }
         }
     }
 
@@ -75,23 +102,30 @@ impl Recorded {
             return Err(UnreadableOutcome::Version(version));
         }
         let kind = head.u8()?;
-        // An interim status would not end an answer, and HTTP knows none beyond.
-        let status = StatusCode::from_u16(outcome.status)
-            .ok()
-            .filter(|status| (200..=599).contains(&status.as_u16()))
-            .ok_or(UnreadableOutcome::Damaged)?;
         let recorded = match kind {
             RESPONSE => Self::Response(Response {
-                status,
+                status: final_status(outcome.status)?,
                 headers: head.lines()?,
                 body: outcome.body.clone(),
                 trailers: head.lines()?,
             }),
-            NOT_KEPT => Self::NotKept { status },
+            NOT_KEPT => Self::NotKept { status: final_status(outcome.status)? },
+            VALUE | ERROR if outcome.status == NO_STATUS => {
+                let (attempt, is_error) = (head.u32()?, kind == ERROR);
+                Self::Value(Value { attempt, is_error, json: outcome.body.clone() })
+            }
             _ => return Err(UnreadableOutcome::Damaged),
         };
         if head.0.is_empty() { Ok(recorded) } else { Err(UnreadableOutcome::Damaged) }
     }
+}
+
+/// An interim status would not end an answer, and HTTP knows none beyond.
+fn final_status(status: u16) -> Result<StatusCode, UnreadableOutcome> {
+    StatusCode::from_u16(status)
+        .ok()
+        .filter(|status| (200..=599).contains(&status.as_u16()))
+        .ok_or(UnreadableOutcome::Damaged)
 }
 
 /// Why a recorded outcome cannot be given again.
@@ -141,20 +175,22 @@ impl<'a> Head<'a> {
         Ok(self.take(1)?[0])
     }
 
-    fn u32(&mut self) -> Result<usize, UnreadableOutcome> {
+    fn u32(&mut self) -> Result<u32, UnreadableOutcome> {
         let bytes = self.take(4)?.try_into().map_err(|_| UnreadableOutcome::Damaged)?;
-        Ok(u32::from_be_bytes(bytes) as usize)
+        Ok(u32::from_be_bytes(bytes))
+    }
+
+    fn part(&mut self) -> Result<&'a [u8], UnreadableOutcome> {
+        let bytes = self.u32()? as usize;
+        self.take(bytes)
     }
 
     fn lines(&mut self) -> Result<HeaderMap, UnreadableOutcome> {
         let count = self.u32()?;
         let mut lines = HeaderMap::new();
         for _ in 0..count {
-            let length = self.u32()?;
-            let name = HeaderName::from_bytes(self.take(length)?).map_err(|_| UnreadableOutcome::Damaged)?;
-            let length = self.u32()?;
-            let value =
-                HeaderValue::from_bytes(self.take(length)?).map_err(|_| UnreadableOutcome::Damaged)?;
+            let name = HeaderName::from_bytes(self.part()?).map_err(|_| UnreadableOutcome::Damaged)?;
+            let value = HeaderValue::from_bytes(self.part()?).map_err(|_| UnreadableOutcome::Damaged)?;
             lines.try_append(name, value).map_err(|_| UnreadableOutcome::Damaged)?;
         }
         Ok(lines)
@@ -193,6 +229,45 @@ mod tests {
     fn not_kept_is_told_from_an_empty_response() {
         let outcome = Recorded::NotKept { status: StatusCode::OK }.encode();
         assert!(matches!(Recorded::decode(&outcome), Ok(Recorded::NotKept { status: StatusCode::OK })));
+    }
+
+    fn value(is_error: bool) -> Value {
+        Value { attempt: 258, is_error, json: Bytes::from_static(br#"{"id":7}"#) }
+    }
+
+    #[test]
+    fn a_value_is_told_from_an_error() {
+        for is_error in [false, true] {
+            let outcome = Recorded::Value(value(is_error)).encode();
+            let Ok(Recorded::Value(read)) = Recorded::decode(&outcome) else { panic!("not a value") };
+            assert_eq!(read, value(is_error));
+        }
+    }
+
+    /// A changed encoding would leave a finished key that nobody can read.
+    #[test]
+    fn the_encoding_of_a_value_never_changes() {
+        let pinned = |kind| Outcome {
+            status: 0,
+            head: Bytes::copy_from_slice(&[1, kind, 0, 0, 1, 2]),
+            body: Bytes::from_static(br#"{"id":7}"#),
+        };
+        assert_eq!(Recorded::Value(value(false)).encode(), pinned(3));
+        assert_eq!(Recorded::Value(value(true)).encode(), pinned(4));
+    }
+
+    #[test]
+    fn a_damaged_value_is_refused() {
+        let whole = Recorded::Value(value(false)).encode();
+        for bytes in 0..whole.head.len() {
+            let cut = Outcome { head: whole.head.slice(..bytes), ..whole.clone() };
+            assert!(Recorded::decode(&cut).is_err(), "{bytes} bytes");
+        }
+        let longer = Outcome { head: [&whole.head[..], &[0]].concat().into(), ..whole.clone() };
+        assert!(Recorded::decode(&longer).is_err());
+        let other_kind = Outcome { head: Bytes::from_static(&[1, 5, 0, 0, 0, 1]), ..whole.clone() };
+        assert!(Recorded::decode(&other_kind).is_err());
+        assert!(Recorded::decode(&Outcome { status: 200, ..whole }).is_err(), "a value has no status");
     }
 
     #[test]

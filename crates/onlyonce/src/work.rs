@@ -276,15 +276,15 @@ pub const CLAIM_ANSWERS: [&str; 6] = ["execute", "replay", "mismatch", "in_fligh
 /// How many guarded operations are running.
 pub const IN_FLIGHT: &str = "onlyonce_in_flight";
 
-fn claimed(answer: &'static str) {
+pub(crate) fn claimed(answer: &'static str) {
     counter!(CLAIMS, "answer" => answer).increment(1);
 }
 
 /// Counts running work, however it ends.
-struct InFlight;
+pub(crate) struct InFlight;
 
 impl InFlight {
-    fn enter() -> Self {
+    pub(crate) fn enter() -> Self {
         gauge!(IN_FLIGHT).increment(1);
         Self
     }
@@ -305,11 +305,14 @@ impl Front {
                 Response::from_parts(parts, ResponseBody::whole(body, trailers))
             }
             Ok(Recorded::NotKept { status }) => self.refusal(Problem::not_kept(status)),
-            Err(error) => {
-                error!(%error, "a recorded outcome cannot be given again");
-                let detail = format!("The work was done, but {error}; it is not run again.");
-                self.refusal(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_STORE_AFTER))
-            }
+            Ok(Recorded::Value(_)) => self.unreplayable(&"what is recorded is what a function returned"),
+            Err(error) => self.unreplayable(&error),
         }
+    }
+
+    fn unreplayable<ResB>(&self, why: &dyn std::fmt::Display) -> Response<ResponseBody<ResB>> {
+        error!(%why, "a recorded outcome cannot be given again");
+        let detail = format!("The work was done, but {why}; it is not run again.");
+        self.refusal(Problem::new(Code::StoreUnavailable, detail).retry_after(RETRY_STORE_AFTER))
     }
 }

@@ -1,5 +1,5 @@
 use clap::Parser;
-use onlyonce_core::{Claimed, Engine, Fingerprint, Grant, Operation, Outcome};
+use onlyonce_core::{Claimed, Engine, Fingerprint, Grant, Operation};
 use serde_json::Value;
 use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions, Connection};
@@ -48,7 +48,8 @@ impl Fixture {
     }
 
     async fn done(&self, key: &str) {
-        let outcome = Outcome { status: 201, head: Bytes::from_static(b"\x01\x02"), body: "paid".into() };
+        let response = Response { status: StatusCode::CREATED, body: "paid".into(), ..Response::default() };
+        let outcome = Recorded::Response(response).encode();
         self.running("", key).await.finish(Verdict::Keep(outcome)).await.unwrap();
     }
 
@@ -85,6 +86,24 @@ const MINUTE: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_millis(30);
 
 #[tokio::test]
+async fn what_a_function_returned_is_shown_without_a_status() {
+    let fixture = Fixture::new().await;
+    for (key, is_error) in [("k-value", false), ("k-error", true)] {
+        let value = onlyonce_core::outcome::Value { attempt: 1, is_error, json: "{}".into() };
+        let outcome = Recorded::Value(value).encode();
+        fixture.running("", key).await.finish(Verdict::Keep(outcome)).await.unwrap();
+    }
+    let rows = fixture.json(&["list", "--json"]).await;
+    assert_eq!((&rows[0]["outcome"], &rows[0]["status"]), (&Value::from("value"), &Value::Null));
+    assert_eq!((&rows[1]["outcome"], &rows[1]["body_bytes"]), (&Value::from("error"), &Value::from(2)));
+    let (_, table) = fixture.run(&["list"]).await;
+    assert!(table.lines().any(|line| line.starts_with("done   1        value")), "{table}");
+    let (_, details) = fixture.run(&["show", "k-error"]).await;
+    assert!(details.lines().any(|line| line == "outcome       error"), "{details}");
+    assert!(details.lines().any(|line| line == "status        -"), "{details}");
+}
+
+#[tokio::test]
 async fn a_listing_has_the_documented_fields() {
     let fixture = Fixture::new().await;
     let _grant = fixture.running("ann", "k-running").await;
@@ -105,6 +124,7 @@ async fn a_listing_has_the_documented_fields() {
         "lease_until",
         "completed_at",
         "expires_at",
+        "outcome",
         "status",
         "body_bytes",
     ];
@@ -123,6 +143,7 @@ async fn a_listing_has_the_documented_fields() {
     assert_eq!((&rows[0]["caller"], &rows[0]["attempt"]), (&Value::from("ann"), &Value::from(1)));
     assert_eq!((&rows[2]["status"], &rows[2]["body_bytes"]), (&Value::from(201), &Value::from(4)));
     assert_eq!((&rows[0]["status"], &rows[2]["lease_until"]), (&Value::Null, &Value::Null));
+    assert_eq!((&rows[0]["outcome"], &rows[2]["outcome"]), (&Value::Null, &Value::from("response")));
     for field in ["created_at", "expires_at", "lease_until"] {
         rows[0][field].as_str().unwrap().parse::<jiff::Timestamp>().expect(field);
     }

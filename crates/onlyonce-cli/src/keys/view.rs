@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use jiff::Timestamp as Instant;
-use onlyonce_core::Timestamp;
 use onlyonce_core::record::State as Stored;
 use onlyonce_core::store::Entry;
+use onlyonce_core::{Outcome, Recorded, Timestamp};
 use serde::Serialize;
 
 use super::State;
@@ -25,6 +25,7 @@ struct Row<'a> {
     lease_until: Option<String>,
     completed_at: Option<String>,
     expires_at: String,
+    outcome: Option<&'static str>,
     status: Option<u16>,
     body_bytes: Option<usize>,
 }
@@ -48,9 +49,21 @@ impl<'a> Row<'a> {
             lease_until,
             completed_at,
             expires_at: rfc3339(record.expires_at),
-            status: outcome.map(|outcome| outcome.status),
+            outcome: outcome.map(kind),
+            status: outcome.map(|outcome| outcome.status).filter(|status| *status != 0),
             body_bytes: outcome.map(|outcome| outcome.body.len()),
         }
+    }
+}
+
+/// What a retry is given; a status says it of a response only.
+fn kind(outcome: &Outcome) -> &'static str {
+    match Recorded::decode(outcome) {
+        Ok(Recorded::Response(_)) => "response",
+        Ok(Recorded::NotKept { .. }) => "not kept",
+        Ok(Recorded::Value(value)) if value.is_error => "error",
+        Ok(Recorded::Value(_)) => "value",
+        Err(_) => "unreadable",
     }
 }
 
@@ -125,7 +138,7 @@ fn cells(entry: &Entry) -> [String; COLUMNS] {
     [
         row.state.to_owned(),
         row.attempt.to_string(),
-        row.status.map_or_else(|| "-".to_owned(), |status| status.to_string()),
+        row.status.map_or_else(|| row.outcome.unwrap_or("-").to_owned(), |status| status.to_string()),
         row.created_at,
         printable(row.key),
         printable(row.endpoint),
@@ -166,6 +179,7 @@ pub(super) fn details(entries: &[Entry], out: &mut impl Write) -> io::Result<()>
             ("lease until", or_dash(row.lease_until)),
             ("completed at", or_dash(row.completed_at)),
             ("expires at", row.expires_at),
+            ("outcome", or_dash(row.outcome.map(str::to_owned))),
             ("status", or_dash(row.status.map(|status| status.to_string()))),
             ("body bytes", or_dash(row.body_bytes.map(|bytes| bytes.to_string()))),
         ] {
