@@ -13,6 +13,8 @@ pub(crate) mod code {
     pub(crate) const DEADLOCK_DETECTED: &str = "40P01";
     pub(crate) const INSUFFICIENT_PRIVILEGE: &str = "42501";
     pub(crate) const DUPLICATE_STATEMENT: &str = "42P05";
+    pub(crate) const LOCK_NOT_AVAILABLE: &str = "55P03";
+    pub(crate) const QUERY_CANCELED: &str = "57014";
     pub(crate) const INVALID_PASSWORD: &str = "28P01";
     pub(crate) const INVALID_AUTHORIZATION: &str = "28000";
     pub(crate) const NO_SUCH_DATABASE: &str = "3D000";
@@ -32,19 +34,19 @@ fn is_class(error: &sqlx::Error, classes: &[&str]) -> bool {
     sqlstate(error).is_some_and(|code| classes.iter().any(|class| code.starts_with(class)))
 }
 
+/// Whether the server undid the transaction because of a concurrent one: a serialization failure or a
+/// deadlock. The same work in a new transaction may succeed.
+#[must_use]
+pub fn is_conflict(error: &sqlx::Error) -> bool {
+    matches!(sqlstate(error), Some(code::SERIALIZATION_FAILURE | code::DEADLOCK_DETECTED))
+}
+
 /// Whether the same call may be sent again: it was undone, or never understood, because of others.
 pub(crate) fn is_passing(error: &sqlx::Error) -> bool {
     let Some(code) = sqlstate(error) else { return false };
     // A plan that was prepared before a migration is of the class "feature not supported".
     let replanned = code == code::FEATURE_NOT_SUPPORTED && error.to_string().contains("cached plan");
-    replanned
-        || matches!(
-            code,
-            code::SERIALIZATION_FAILURE
-                | code::DEADLOCK_DETECTED
-                | code::NO_SUCH_STATEMENT
-                | code::DUPLICATE_STATEMENT
-        )
+    replanned || is_conflict(error) || matches!(code, code::NO_SUCH_STATEMENT | code::DUPLICATE_STATEMENT)
 }
 
 /// Whether the connection can go on: the server answered, it stays, and it is one that can be written.

@@ -56,6 +56,7 @@ mod schema;
 mod sql;
 #[cfg(test)]
 mod tests;
+mod transact;
 mod writer;
 
 use std::sync::{Arc, PoisonError, RwLock};
@@ -70,6 +71,7 @@ use sqlx::Arguments;
 use sqlx::postgres::{PgArguments, PgRow};
 use tokio::sync::{Mutex, oneshot};
 
+pub use error::is_conflict;
 pub use facts::Facts;
 pub use onlyonce_core::store::{Migrated, OpenError, OpenErrorKind};
 pub use options::{
@@ -77,6 +79,7 @@ pub use options::{
     PostgresOptions, SCHEMA_DEFAULT,
 };
 pub use schema::SCHEMA_VERSION;
+pub use transact::PostgresTransactions;
 
 use link::{Failure, Link, Live, Statement, Target};
 use reader::{READS_MAX, Selects};
@@ -96,6 +99,7 @@ pub struct PostgresStore {
 }
 
 struct Shared {
+    target: Arc<Target>,
     /// Empty once the store is closed.
     open: RwLock<Option<Open>>,
     writers: Vec<Arc<Mutex<Link>>>,
@@ -165,6 +169,7 @@ impl PostgresStore {
         let open = Open { group, reads: Reads::start([Selects(Arc::clone(&reader))], READS_MAX) };
         Self {
             shared: Arc::new(Shared {
+                target: Arc::clone(target),
                 open: RwLock::new(Some(open)),
                 writers,
                 reader,

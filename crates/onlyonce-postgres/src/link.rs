@@ -203,7 +203,7 @@ fn settings(call_timeout: Duration) -> Vec<(&'static str, String)> {
 
 /// Behind a pooler a session is shared, and another client may have left it with commits that do not wait:
 /// what was checked when connecting need not be so any more.
-fn durable(allow_volatile: bool) -> &'static str {
+pub(crate) fn durable(allow_volatile: bool) -> &'static str {
     if allow_volatile {
         return "";
     }

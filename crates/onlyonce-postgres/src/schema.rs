@@ -73,6 +73,9 @@ CREATE INDEX idempotency_keys_created_at ON {schema}.idempotency_keys (created_a
 CREATE INDEX idempotency_keys_key ON {schema}.idempotency_keys (key);
 "];
 
+/// The table of the keys, in the schema.
+pub(crate) const TABLE: &str = "idempotency_keys";
+
 const VERSIONS: &str = "
 CREATE TABLE IF NOT EXISTS {schema}.schema_versions (
     version         integer     NOT NULL PRIMARY KEY,
@@ -160,7 +163,7 @@ async fn in_time<T>(
     })
 }
 
-fn literal(text: &str) -> String {
+pub(crate) fn literal(text: &str) -> String {
     format!("'{}'", text.replace('\'', "''"))
 }
 

@@ -8,13 +8,17 @@
 //! Within one statement an id stands at most once.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
+use onlyonce_core::engine::CALL_TIME_MAX;
 use onlyonce_core::record::{Record, Seen, State};
 use onlyonce_core::store::Cursor;
 use onlyonce_core::{Fingerprint, Id, Operation, Outcome, Revision, Timestamp, Write};
 use sqlx::postgres::{PgArguments, PgRow};
 use sqlx::{Arguments, Postgres, Row};
+
+use crate::link::durable;
 
 /// The clock once for a whole statement, in milliseconds since the Unix epoch.
 ///
@@ -31,6 +35,10 @@ const COLUMNS: &str = "id, fingerprint_target, fingerprint_body, revision, attem
 pub(crate) struct Sql {
     pub(crate) insert: Arc<str>,
     pub(crate) replace: Arc<str>,
+    /// `insert` in a user's transaction.
+    pub(crate) claim: Arc<str>,
+    /// `replace` by a grant in a user's transaction.
+    pub(crate) take_over: Arc<str>,
     pub(crate) write_many: Arc<str>,
     pub(crate) remove: Arc<str>,
     pub(crate) remove_many: Arc<str>,
@@ -91,8 +99,10 @@ impl Sql {
     pub(crate) fn new(schema: &str) -> Self {
         let table = format!("{}.idempotency_keys", quoted(schema));
         Self {
-            insert: insert(&table).into(),
-            replace: replace(&table).into(),
+            insert: insert(&table, "true").into(),
+            replace: replace(&table, "now").into(),
+            claim: insert(&table, &settings_restored()).into(),
+            take_over: replace(&table, &format!("now, {}", settings_restored())).into(),
             write_many: write_many(&table).into(),
             remove: remove(&table).into(),
             remove_many: remove_many(&table).into(),
@@ -132,16 +142,52 @@ fn insert_into(table: &str, part: impl Fn(&str) -> String, id: &str, from: &str)
 /// nothing. What was committed before the statement began is told from the same snapshot, and then nothing
 /// is tried and nothing written, not even a transaction id used. What was committed in between is in
 /// neither: there is no row, and the writer asks again, with a new snapshot that has it.
-fn insert(table: &str) -> String {
+///
+/// `written` is true, and what else shall happen then.
+fn insert(table: &str, written: &str) -> String {
     let inserted = insert_into(table, alone(2), "$1::bytea", "clock WHERE NOT EXISTS (SELECT FROM seen)");
     format!(
         "WITH {CLOCK}, \
          seen AS MATERIALIZED (SELECT {COLUMNS} FROM {table} WHERE id = $1::bytea), \
          inserted AS ({inserted}) \
          SELECT {COLUMNS}, now, false FROM seen, clock \
-         UNION ALL SELECT id, {}, now, true FROM inserted, clock",
+         UNION ALL SELECT id, {}, now, {written} FROM inserted, clock",
         nulls(),
     )
+}
+
+/// Settings of the session that hold until a user's transaction has claimed its key.
+const UNTIL_CLAIMED: [&str; 2] = ["lock_timeout", "statement_timeout"];
+
+/// Opens a transaction of the user's pool, with its own isolation level.
+///
+/// The settings come first and then `BEGIN`, which takes what was done in the same message into the
+/// transaction: if one of them fails, none is open. What they were is kept in the transaction itself, for
+/// [`settings_restored`].
+pub(crate) fn begin(wait: Duration, allow_volatile: bool) -> String {
+    let wait = wait.clamp(Duration::from_millis(1), LOCK_WAIT_MAX);
+    let times = [wait, wait + CALL_TIME_MAX].map(|time| time.as_millis());
+    let keep = UNTIL_CLAIMED.map(|name| {
+        format!("pg_catalog.set_config('onlyonce.{name}', pg_catalog.current_setting('{name}'), true)")
+    });
+    let set = UNTIL_CLAIMED.iter().zip(times);
+    let set: String = set.map(|(name, time)| format!("; SET LOCAL {name} = {time}")).collect();
+    format!("SELECT {}{set}{}; BEGIN", keep.join(", "), durable(allow_volatile))
+}
+
+/// Longer than anybody waits, and well within what the server can count.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(86_400);
+
+/// True; and what the transaction then does runs under its user's settings again.
+fn settings_restored() -> String {
+    UNTIL_CLAIMED
+        .map(|name| {
+            format!(
+                "pg_catalog.set_config('{name}', coalesce(nullif(pg_catalog.current_setting('onlyonce.{name}', \
+                 true), ''), pg_catalog.current_setting('{name}')), true) IS NOT NULL"
+            )
+        })
+        .join(" AND ")
 }
 
 /// As many NULLs as there are columns behind the id.
@@ -159,10 +205,10 @@ fn assignments(part: impl Fn(&str) -> String) -> String {
 
 /// Race: a holder that lost its lease writes over its successor. It names a revision that is gone, and
 /// changes no row.
-fn replace(table: &str) -> String {
+fn replace(table: &str, returning: &str) -> String {
     format!(
         "WITH {CLOCK} UPDATE {table} k SET {} FROM clock WHERE k.id = $1::bytea AND k.revision = $13::bytea \
-         RETURNING now",
+         RETURNING {returning}",
         assignments(alone(2)),
     )
 }

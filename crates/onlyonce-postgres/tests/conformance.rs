@@ -8,24 +8,33 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use onlyonce_conformance::{Harness, InspectHarness};
-use onlyonce_core::{Inspect, Store};
-use onlyonce_postgres::{PostgresOptions, PostgresStore};
+use onlyonce_conformance::{Harness, InspectHarness, TransactHarness};
+use onlyonce_core::{Inspect, Store, Transactional};
+use onlyonce_postgres::{PostgresOptions, PostgresStore, PostgresTransactions};
 use onlyonce_testkit::{PgBouncer, Postgres};
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
+use sqlx::{AssertSqlSafe, Executor, Row, raw_sql};
 use tokio::sync::OnceCell;
 
 /// A schema of its own in a database that all clauses share.
 struct PostgresHarness {
     options: PostgresOptions,
     store: OnceCell<PostgresStore>,
+    /// What the application's own pool connects to.
+    connect: PgConnectOptions,
+    /// Of what the application writes itself.
+    table: String,
 }
 
 impl PostgresHarness {
     fn at(url: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(1);
-        let schema = format!("Clause \"{}\"", NEXT.fetch_add(1, Ordering::Relaxed));
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let options: PostgresOptions = url.parse().unwrap();
-        Self { options: options.schema(schema).pool_size(4), store: OnceCell::new() }
+        let options = options.schema(format!("Clause \"{number}\"")).pool_size(4);
+        // PgBouncer refuses startup parameters that it does not know.
+        let connect = url.parse::<PgConnectOptions>().unwrap().extra_float_digits(None);
+        Self { options, store: OnceCell::new(), connect, table: format!("notes_{number}") }
     }
 
     fn direct() -> Self {
@@ -77,11 +86,55 @@ impl InspectHarness for PostgresHarness {
     }
 }
 
+impl PostgresHarness {
+    fn pool(&self) -> PgPool {
+        PgPoolOptions::new().max_connections(8).connect_lazy_with(self.connect.clone())
+    }
+
+    async fn transactions(&self, store: &PostgresStore) -> PostgresTransactions {
+        let table = &self.table;
+        let create = format!("CREATE TABLE IF NOT EXISTS {table} (number serial, line text)");
+        let pool = self.pool();
+        pool.execute(raw_sql(AssertSqlSafe(create))).await.unwrap();
+        store.transactions(pool).await.unwrap()
+    }
+}
+
+#[async_trait]
+impl TransactHarness for PostgresHarness {
+    type Store = PostgresTransactions;
+
+    async fn store(&self) -> PostgresTransactions {
+        self.transactions(&self.opened().await).await
+    }
+
+    async fn other(&self) -> PostgresTransactions {
+        self.transactions(&self.open().await).await
+    }
+
+    async fn note(&self, transaction: &mut <PostgresTransactions as Transactional>::Transaction, line: &str) {
+        let insert = format!("INSERT INTO {} (line) VALUES ($1)", self.table);
+        let query = sqlx::query(AssertSqlSafe(insert)).bind(line.to_owned()).persistent(false);
+        query.execute(&mut **transaction).await.unwrap();
+    }
+
+    async fn notes(&self) -> Vec<String> {
+        let select = format!("SELECT line FROM {} ORDER BY number", self.table);
+        let rows = self.pool().fetch_all(raw_sql(AssertSqlSafe(select))).await.unwrap();
+        rows.iter().map(|row| row.get(0)).collect()
+    }
+
+    async fn pass(&self, time: Duration) {
+        tokio::time::sleep(time).await;
+    }
+}
+
 mod direct {
     use super::*;
 
     onlyonce_conformance::suite!(PostgresHarness::direct());
     onlyonce_conformance::inspect_suite!(PostgresHarness::direct());
+    onlyonce_conformance::transact_suite!(PostgresHarness::direct());
 }
 
 mod through_pgbouncer {
@@ -89,6 +142,7 @@ mod through_pgbouncer {
 
     onlyonce_conformance::suite!(PostgresHarness::pooled());
     onlyonce_conformance::inspect_suite!(PostgresHarness::pooled());
+    onlyonce_conformance::transact_suite!(PostgresHarness::pooled());
 
     #[tokio::test]
     async fn it_is_found_out() {
