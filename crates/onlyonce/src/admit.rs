@@ -95,14 +95,28 @@ impl Front {
         let Guarded { key, endpoint, settings } = guarded;
         let (parts, body) = request.into_parts();
         let caller = self.caller.resolve(&parts).await.map_err(unresolved)?;
-        let (body, trailers) = read(&parts.headers, body, &settings).await?;
-        let path_and_query = parts.uri.path_and_query().map_or("/", |target| target.as_str());
+        let (request, body) = self.read_whole(Request::from_parts(parts, body), &settings).await?;
+        let path_and_query = request.uri().path_and_query().map_or("/", |target| target.as_str());
         let counted = &settings.fingerprint_headers;
         let fingerprint =
-            fingerprint::fingerprint(path_and_query, &parts.headers, counted, &body, settings.body);
+            fingerprint::fingerprint(path_and_query, request.headers(), counted, &body, settings.body);
         let operation = Arc::new(Operation::new(self.namespace.clone(), endpoint, caller, key));
-        let request = Request::from_parts(parts, RequestBody::whole(body, trailers));
         Ok((Admitted { operation, fingerprint, settings }, request))
+    }
+
+    /// Reads the request into memory, within its limits; the bytes of its body come apart as well.
+    pub(crate) async fn read_whole<B>(
+        &self,
+        request: Request<B>,
+        settings: &Settings,
+    ) -> Result<(Request<RequestBody<B>>, Bytes), Problem>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<BoxError>,
+    {
+        let (parts, body) = request.into_parts();
+        let (body, trailers) = read(&parts.headers, body, settings).await?;
+        Ok((Request::from_parts(parts, RequestBody::whole(body.clone(), trailers)), body))
     }
 
     /// The answer to a request that is refused.

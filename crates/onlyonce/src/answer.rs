@@ -297,12 +297,12 @@ where
 }
 
 /// An answer that is marked as done and not kept.
-struct Unkept<ResB> {
-    settings: Arc<Settings>,
-    body: Pin<Box<ResB>>,
-    relay: Option<Relay>,
+pub(crate) struct Unkept<ResB> {
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) body: Pin<Box<ResB>>,
+    pub(crate) relay: Option<Relay>,
     /// When it is given up, once there is no caller.
-    until: Option<Instant>,
+    pub(crate) until: Option<Instant>,
 }
 
 impl<ResB> Unkept<ResB>
@@ -312,7 +312,7 @@ where
 {
     /// Passes the answer on as fast as the caller reads. Without a caller the work goes on, but for no
     /// more than a lease.
-    async fn relay(self) {
+    pub(crate) async fn relay(self) {
         let Self { settings, mut body, relay, mut until } = self;
         loop {
             let idle_at = Instant::now() + settings.idle_timeout;

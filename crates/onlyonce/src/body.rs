@@ -43,6 +43,14 @@ impl<B> RequestBody<B> {
     pub(crate) fn whole(data: Bytes, trailers: HeaderMap) -> Self {
         Self { kind: RequestKind::Whole { whole: Whole::new(data, trailers) } }
     }
+
+    /// The same again, if it is in memory.
+    pub(crate) fn again(&self) -> Option<Self> {
+        match &self.kind {
+            RequestKind::Whole { whole } => Some(Self { kind: RequestKind::Whole { whole: whole.clone() } }),
+            RequestKind::Streaming { .. } => None,
+        }
+    }
 }
 
 impl<B: Body<Data = Bytes>> Body for RequestBody<B> {
@@ -184,6 +192,7 @@ where
 }
 
 /// A body in memory.
+#[derive(Clone)]
 struct Whole {
     data: Option<Bytes>,
     trailers: Option<HeaderMap>,

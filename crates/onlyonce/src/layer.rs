@@ -142,4 +142,8 @@ pub enum Failure {
     NotSent,
     /// The request was sent and the answer lost: the key stays held until its lease ends.
     Lost,
+    /// The database undid the work because of a concurrent transaction (a serialization failure, a
+    /// deadlock), and nothing else was done: the key is released. A
+    /// [`TransactionalLayer`](crate::TransactionalLayer) may run the work again at once.
+    Conflict,
 }

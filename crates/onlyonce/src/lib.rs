@@ -81,6 +81,7 @@ pub mod problem;
 pub mod rules;
 mod service;
 pub mod settings;
+pub mod transactional;
 mod work;
 
 pub use admit::IDEMPOTENCY_KEY;
@@ -92,6 +93,7 @@ pub use layer::{Config, Execution, Failure, NAMESPACE_DEFAULT, OnlyonceLayer};
 pub use rules::Route;
 pub use service::{OnlyonceService, ResponseFuture};
 pub use settings::{Settings, SettingsError};
+pub use transactional::{TransactionalLayer, Tx};
 
 /// The names of what the layer counts, through the [`metrics`](https://docs.rs/metrics) facade.
 pub mod metric {

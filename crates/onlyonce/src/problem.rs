@@ -50,6 +50,8 @@ pub enum Code {
     NotGuardable,
     /// The store cannot say who holds the key.
     StoreUnavailable,
+    /// The transaction with the work in it was rolled back: nothing was done.
+    NotCommitted,
 }
 
 impl Code {
@@ -73,6 +75,7 @@ impl Code {
             Self::RequestIncomplete => "request-incomplete",
             Self::NotGuardable => "not-guardable",
             Self::StoreUnavailable => "store-unavailable",
+            Self::NotCommitted => "not-committed",
         }
     }
 
@@ -90,7 +93,7 @@ impl Code {
             Self::UpstreamTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::RequestTooSlow => StatusCode::REQUEST_TIMEOUT,
-            Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::StoreUnavailable | Self::NotCommitted => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 
@@ -112,6 +115,7 @@ impl Code {
             Self::RequestIncomplete => "The request body did not arrive whole",
             Self::NotGuardable => "The request cannot be guarded",
             Self::StoreUnavailable => "The idempotency store is unavailable",
+            Self::NotCommitted => "The work was rolled back",
         }
     }
 }

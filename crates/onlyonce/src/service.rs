@@ -51,20 +51,18 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let kind = match self.shared.front.plan(&request) {
+        match self.shared.front.plan(&request) {
             Plan::Pass | Plan::Unkeyed { .. } => {
-                Kind::Passed { future: self.inner.call(request.map(RequestBody::streaming)) }
+                ResponseFuture::passed(self.inner.call(request.map(RequestBody::streaming)))
             }
-            Plan::Refuse(problem) => Kind::Refused { response: Some(self.shared.front.refusal(problem)) },
+            Plan::Refuse(problem) => ResponseFuture::refused(self.shared.front.refusal(problem)),
             Plan::Guard(guarded) => {
                 // The clone that was polled ready is the one that must be called.
                 let clone = self.inner.clone();
                 let inner = std::mem::replace(&mut self.inner, clone);
-                let shared = Arc::clone(&self.shared);
-                Kind::Guarded { future: Box::pin(guard(shared, inner, request, guarded)) }
+                ResponseFuture::guarded(guard(Arc::clone(&self.shared), inner, request, guarded))
             }
-        };
-        ResponseFuture { kind }
+        }
     }
 }
 
@@ -136,6 +134,22 @@ pin_project! {
         Passed { #[pin] future: F },
         Refused { response: Option<Response<ResponseBody<ResB>>> },
         Guarded { future: Answering<ResB, E> },
+    }
+}
+
+impl<F, ResB, E> ResponseFuture<F, ResB, E> {
+    pub(crate) fn passed(future: F) -> Self {
+        Self { kind: Kind::Passed { future } }
+    }
+
+    pub(crate) fn refused(response: Response<ResponseBody<ResB>>) -> Self {
+        Self { kind: Kind::Refused { response: Some(response) } }
+    }
+
+    pub(crate) fn guarded(
+        future: impl Future<Output = Result<Response<ResponseBody<ResB>>, E>> + Send + 'static,
+    ) -> Self {
+        Self { kind: Kind::Guarded { future: Box::pin(future) } }
     }
 }
 

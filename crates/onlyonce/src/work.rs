@@ -41,8 +41,8 @@ pub(crate) enum Ended<E> {
 /// Where the answer goes, until it went there. Closed when the caller hangs up.
 pub(crate) type Reply<ResB, E> = oneshot::Sender<Result<Response<ResponseBody<ResB>>, Ended<E>>>;
 
-const WAIT_FIRST: Duration = Duration::from_millis(10);
-const WAIT_CEILING: Duration = Duration::from_millis(200);
+pub(crate) const WAIT_FIRST: Duration = Duration::from_millis(10);
+pub(crate) const WAIT_CEILING: Duration = Duration::from_millis(200);
 
 /// What there is to do, and under which rules.
 pub(crate) struct Job {
@@ -194,6 +194,10 @@ impl Job {
             }
             Some(Failure::Lost) => {
                 return self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
+            }
+            Some(Failure::Conflict) => {
+                self.record(std::future::ready(grant), Verdict::Release).await;
+                return self.pass(&mut reply, response);
             }
             None => {}
         }

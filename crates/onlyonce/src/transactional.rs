@@ -1,0 +1,128 @@
+//! The strongest form: the claim of a key, the handler's own writes and the recorded answer in **one**
+//! transaction.
+//!
+//! ```text
+//! begin ─▶ claim ─▶ the handler, with the transaction ─▶ record the answer ─▶ commit ─▶ answer
+//!            │                    │
+//!            │                    └ 5xx, error, panic, no answer: roll back; nothing happened
+//!            └ done before: replay · claimed by an open transaction: wait for its end
+//! ```
+//!
+//! | the work ended with | the database |
+//! |---|---|
+//! | an answer worth keeping | the work and its answer are committed, and then the caller is told |
+//! | another answer, an error, a panic, none within the lease | as if the request had never come |
+//! | a serialization failure or a deadlock | the same, and the handler runs again where [`reruns`](TransactionalLayer::reruns) allows it |
+//! | the process was killed, the connection lost | the same: no key is left held, the next retry runs at once |
+//! | a commit whose answer was lost | one or the other: settled by claiming the key again |
+//!
+//! # The handler
+//!
+//! It is given the open transaction as a [`Tx`] and writes through it; nothing that goes another way is
+//! undone. A request without a key gets a transaction too, committed by the same rules, and nothing is
+//! recorded. A request that no rule covers has none, and [`Tx`] refuses it.
+//!
+//! An effect outside of the database, such as a card charge, cannot be rolled back: give it a
+//! [downstream key](Execution::downstream), which is the same when the handler runs again.
+//!
+//! # Copies
+//!
+//! A copy that comes while the first is running waits for its end, for up to [`Settings::wait`]. Within one
+//! process it waits in memory and holds no connection, however many there are; of each key one request at
+//! a time has one. On another instance it looks again and again, and holds a connection for
+//! no longer than [`LOCK_WAIT`] at a time. After `wait` it is refused with 409.
+//!
+//! # Limits
+//!
+//! The transaction is open while the handler runs, its answer is gathered, and with it one connection of
+//! the pool is in use; a handler that waits for somebody else's service keeps locks meanwhile. Nothing of an
+//! answer is sent before the commit: a stream of events has no place here. An answer over
+//! [`Settings::response_body_bytes_max`] is not recorded; the mark that the work was done is, before the
+//! first byte is sent.
+
+mod queue;
+mod service;
+mod tx;
+mod work;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use onlyonce_core::Transactional;
+use tokio_util::task::TaskTracker;
+use tower_layer::Layer;
+
+use crate::admit::Front;
+use crate::layer::Config;
+use crate::settings::SettingsError;
+#[cfg(doc)]
+use crate::{Execution, Settings};
+use queue::Queue;
+
+pub use service::TransactionalService;
+pub use tx::{NoTransaction, Tx};
+pub use work::LOCK_WAIT;
+
+/// Guards a service, and runs each operation in one transaction with its claim and its recorded answer.
+///
+/// Cheap to clone; clones share the store and the running work.
+pub struct TransactionalLayer<T> {
+    shared: Arc<Shared<T>>,
+    reruns: u32,
+}
+
+pub(crate) struct Shared<T> {
+    pub(crate) front: Front,
+    pub(crate) store: T,
+    pub(crate) queue: Arc<Queue>,
+    pub(crate) record_grace: Duration,
+    pub(crate) tasks: TaskTracker,
+}
+
+impl<T: Transactional> TransactionalLayer<T> {
+    /// A layer on this store. Copies wait where [`Settings::on_concurrent`] says so.
+    ///
+    /// # Errors
+    /// Names the setting that cannot be, and what is allowed.
+    pub fn new(store: T, config: Config) -> Result<Self, SettingsError> {
+        let record_grace = config.record_grace;
+        let shared = Shared {
+            front: Front::new(config)?,
+            store,
+            queue: Arc::default(),
+            record_grace,
+            tasks: TaskTracker::new(),
+        };
+        Ok(Self { shared: Arc::new(shared), reruns: 0 })
+    }
+
+    /// How often a handler runs again whose transaction the database undid because of a concurrent one; never
+    /// unless this says so. Such a handler must have no effect outside of its transaction but under a
+    /// [downstream key](Execution::downstream). It reports what its own queries met by
+    /// [`Failure::Conflict`](crate::Failure::Conflict).
+    #[must_use]
+    pub fn reruns(mut self, times_max: u32) -> Self {
+        self.reruns = times_max;
+        self
+    }
+
+    /// Waits until no work is running. For a graceful shutdown, after the last request was accepted.
+    pub async fn drained(&self) {
+        self.shared.tasks.close();
+        self.shared.tasks.wait().await;
+    }
+}
+
+impl<T> Clone for TransactionalLayer<T> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared), reruns: self.reruns }
+    }
+}
+
+impl<I, T> Layer<I> for TransactionalLayer<T> {
+    type Service = TransactionalService<I, T>;
+
+    fn layer(&self, inner: I) -> TransactionalService<I, T> {
+        TransactionalService::new(inner, Arc::clone(&self.shared), self.reruns)
+    }
+}
