@@ -74,5 +74,5 @@ pub use machine::{Lapse, Policy, Refusal, Verdict};
 pub use memory::MemoryStore;
 pub use outcome::Recorded;
 pub use record::{Fingerprint, Outcome, Revision, Timestamp, Write};
-pub use store::{Inspect, Store, StoreError, StoreErrorKind};
+pub use store::{Inspect, IntoStore, Store, StoreError, StoreErrorKind};
 pub use transact::{TransactionError, Transactional};

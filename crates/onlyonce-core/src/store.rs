@@ -5,6 +5,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
@@ -45,6 +46,32 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// This only frees space: whether a record is expired is decided when it is claimed.
     async fn sweep(&self, rows_max: u32) -> Result<u64, StoreError>;
+}
+
+/// A store, or one that is shared already.
+///
+/// A shared store is not a [`Store`] itself: every call would go through two.
+pub trait IntoStore {
+    /// The store as it is shared.
+    fn into_store(self) -> Arc<dyn Store>;
+}
+
+impl<S: Store> IntoStore for S {
+    fn into_store(self) -> Arc<dyn Store> {
+        Arc::new(self)
+    }
+}
+
+impl<S: Store> IntoStore for Arc<S> {
+    fn into_store(self) -> Arc<dyn Store> {
+        self
+    }
+}
+
+impl IntoStore for Arc<dyn Store> {
+    fn into_store(self) -> Arc<dyn Store> {
+        self
+    }
 }
 
 /// What an [`insert`](Store::insert) found.
