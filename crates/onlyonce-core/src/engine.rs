@@ -19,6 +19,7 @@ use crate::identity::{Id, Operation};
 use crate::machine::{self, Claim, Finish, Policy, Refusal, Verdict};
 use crate::record::{Fingerprint, Outcome, Record, Revision, Seen, Write};
 use crate::store::{Inserted, Replaced, Store, StoreError, StoreErrorKind};
+use crate::transact::{TransactionError, Transactional};
 
 /// How often a claim starts over when others keep writing the same key in between.
 pub(crate) const CLAIM_ROUNDS_MAX: u32 = 16;
@@ -218,6 +219,31 @@ impl Grant {
                 return Err(error);
             }
             sleep(wait).await;
+        }
+    }
+
+    /// Writes the outcome inside a transaction of its user, beside the work; it counts once that is committed.
+    /// Do not renew in between: the renewal would wait for the transaction. If it is rolled back the grant is
+    /// still held.
+    ///
+    /// # Errors
+    /// When the outcome is not written: the transaction must be rolled back.
+    pub async fn complete_in<T: Transactional + ?Sized>(
+        &mut self,
+        store: &T,
+        transaction: &mut T::Transaction,
+        outcome: Outcome,
+    ) -> Result<Finished, TransactionError> {
+        let (revision, verdict) = (Revision::fresh(), Verdict::Keep(outcome));
+        let Finish::Complete(write) = machine::finish(&self.held, verdict, revision, &self.policy) else {
+            return Ok(Finished::LeaseLost);
+        };
+        loop {
+            match store.replace(transaction, self.id, self.held.revision, write.clone()).await? {
+                Replaced::Written(_) => return Ok(Finished::Written),
+                Replaced::Lost(found) if self.adopt(found.as_ref()) => {}
+                Replaced::Lost(_) => return Ok(Finished::LeaseLost),
+            }
         }
     }
 

@@ -86,6 +86,9 @@ pub enum Verdict {
     Release,
     /// Nobody knows whether the work happened: the lease runs out, then [`Lapse`] decides.
     Leave,
+    /// The work did not happen and shall be tried again: the lease is over at once, and the attempt counts.
+    /// For [`Lapse::Rerun`]; under [`Lapse::Hold`] an operator decides.
+    Again,
 }
 
 /// The write that ends a grant. It applies only while the stored revision is still the held one.
@@ -166,6 +169,10 @@ pub fn finish(held: &Record, verdict: Verdict, revision: Revision, policy: &Poli
         Verdict::Release => Finish::Remove,
         Verdict::Keep(outcome) => {
             Finish::Complete(Write { state: NewState::Done(outcome), ..renew(held, revision, policy) })
+        }
+        Verdict::Again => {
+            let state = NewState::Running { lease: Duration::ZERO };
+            Finish::Complete(Write { state, ..renew(held, revision, policy) })
         }
     }
 }

@@ -135,6 +135,7 @@ pub(super) fn writes(rules: &Rules) -> Result<(), String> {
         retention: policy.retention,
     };
     let completion = Write { state: NewState::Done(outcome()), ..renewal };
+    let over = Write { state: NewState::Running { lease: Duration::ZERO }, ..renewal.clone() };
     let first = Write { attempt: 1, created_at: None, granted_at: None, ..renewal.clone() };
     // When the held lease ends, and whether it has, makes no difference: the store decides by revision.
     let lapsed = Record {
@@ -147,7 +148,8 @@ pub(super) fn writes(rules: &Rules) -> Result<(), String> {
         let same = (rules.renew)(&held, NEXT, &policy) == renewal
             && finish(Verdict::Keep(outcome())) == Finish::Complete(completion.clone())
             && finish(Verdict::Release) == Finish::Remove
-            && finish(Verdict::Leave) == Finish::Nothing;
+            && finish(Verdict::Leave) == Finish::Nothing
+            && finish(Verdict::Again) == Finish::Complete(over.clone());
         if !same {
             return Err(format!("the writes of {held:?}"));
         }

@@ -220,10 +220,12 @@ impl World {
             Call::Complete(_, write) => {
                 check(self.truth.owner == Some(by), "a stale holder completed the key")?;
                 check(self.truth.done.is_none(), "a key completed twice")?;
-                let NewState::Done(outcome) = &write.state else {
-                    return Err("a completion without an outcome");
-                };
-                self.truth.done = Some(outcome.clone());
+                match &write.state {
+                    NewState::Done(outcome) => self.truth.done = Some(outcome.clone()),
+                    NewState::Running { lease } => {
+                        check(lease.is_zero(), "an attempt that is over kept its lease")?;
+                    }
+                }
                 self.write(write)?;
             }
             Call::Release(_) => {
@@ -506,7 +508,9 @@ impl Steps<'_> {
                 if self.from.renewals_left > 0 {
                     self.renew(i, &held, (rules.renew)(&held.record, fresh, &policy))?;
                 }
-                for verdict in [Verdict::Keep(outcome_named(fresh)), Verdict::Release, Verdict::Leave] {
+                for verdict in
+                    [Verdict::Keep(outcome_named(fresh)), Verdict::Release, Verdict::Leave, Verdict::Again]
+                {
                     let finish = (rules.finish)(&held.record, verdict, fresh, &policy);
                     self.finish(i, &held, &finish)?;
                 }
@@ -593,11 +597,11 @@ impl Steps<'_> {
                     let found = world.stored.as_ref().map(|record| record.revision);
                     if applied || found == Some(write.revision) {
                         world.workers[i] = Worker::Stopped;
-                        let done = world.truth.done.clone().map(NewState::Done);
-                        return check(
-                            done.as_ref() == Some(&write.state),
-                            "a completion that never happened",
-                        );
+                        let happened = match &write.state {
+                            NewState::Done(outcome) => world.truth.done.as_ref() == Some(outcome),
+                            NewState::Running { .. } => true,
+                        };
+                        return check(happened, "a completion that never happened");
                     }
                     match world.adopt(rules, held) {
                         Some(adopted) => world.workers[i] = ending(adopted, false),

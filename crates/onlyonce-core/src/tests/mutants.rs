@@ -22,7 +22,7 @@ const HOLD: Refused = Refused::Walk(Lapse::Hold);
 const TABLES: Refused = Refused::Tables;
 
 #[rustfmt::skip]
-const MUTANTS: [(&str, Refused, Rules); 38] = [
+const MUTANTS: [(&str, Refused, Rules); 40] = [
     // Revisions.
     ("a counter is the revision", RERUN, Rules {
         grant: |fingerprint, _, policy| machine::grant(fingerprint, Revision(1), policy),
@@ -154,6 +154,20 @@ const MUTANTS: [(&str, Refused, Rules); 38] = [
     ("a release leaves the key held", TABLES, Rules {
         finish: |held, verdict, r, p| {
             machine::finish(held, if verdict == Verdict::Release { Verdict::Leave } else { verdict }, r, p)
+        },
+        ..REAL
+    }),
+
+    ("an attempt that is over keeps its lease", RERUN, Rules {
+        finish: |held, v, r, p| match v {
+            Verdict::Again => Finish::Complete(machine::renew(held, r, p)),
+            v => machine::finish(held, v, r, p),
+        },
+        ..REAL
+    }),
+    ("an attempt that is over does not count", TABLES, Rules {
+        finish: |held, verdict, r, p| {
+            machine::finish(held, if verdict == Verdict::Again { Verdict::Release } else { verdict }, r, p)
         },
         ..REAL
     }),
