@@ -135,7 +135,7 @@ pub(super) fn writes(rules: &Rules) -> Result<(), String> {
         retention: policy.retention,
     };
     let completion = Write { state: NewState::Done(outcome()), ..renewal };
-    let over = Write { state: NewState::Running { lease: Duration::ZERO }, ..renewal.clone() };
+    let over = Write { state: NewState::Running { lease: Duration::ZERO }, ..renewal };
     let first = Write { attempt: 1, created_at: None, granted_at: None, ..renewal.clone() };
     // When the held lease ends, and whether it has, makes no difference: the store decides by revision.
     let lapsed = Record {
