@@ -4,6 +4,7 @@ use onlyonce_core::{StoreError, StoreErrorKind};
 
 /// SQLite's primary result codes, <https://www.sqlite.org/rescode.html>.
 pub(crate) mod code {
+    pub(crate) const ERROR: i32 = 1;
     pub(crate) const BUSY: i32 = 5;
     pub(crate) const LOCKED: i32 = 6;
     pub(crate) const NOMEM: i32 = 7;
@@ -12,6 +13,7 @@ pub(crate) mod code {
     pub(crate) const CORRUPT: i32 = 11;
     pub(crate) const FULL: i32 = 13;
     pub(crate) const CANTOPEN: i32 = 14;
+    pub(crate) const CONSTRAINT: i32 = 19;
     pub(crate) const NOTADB: i32 = 26;
     /// An extended code: a read-only connection met a journal that must be rolled back first.
     pub(crate) const READONLY_ROLLBACK: i32 = 776;
@@ -49,11 +51,11 @@ pub(crate) fn not_applied(doing: &str, error: &sqlx::Error) -> StoreError {
 
 /// The error of a call whose `COMMIT` failed.
 ///
-/// `BUSY` is refused before anything is written. After any other failure, of an fsync for example,
-/// the frames may be in the log, and recovery may find them whole.
+/// `BUSY` and a constraint that is looked at in the end are refused before anything is written. After any
+/// other failure, of an fsync for example, the frames may be in the log, and recovery may find them whole.
 pub(crate) fn at_commit(error: &sqlx::Error) -> StoreError {
     match primary(error) {
-        Some(code::BUSY) => not_applied("commit", error),
+        Some(code::BUSY | code::CONSTRAINT) => not_applied("commit", error),
         _ => StoreError::new(StoreErrorKind::Ambiguous, "SQLite could not say whether it committed")
             .with_source(error.to_string()),
     }

@@ -44,6 +44,7 @@ mod schema;
 mod sql;
 #[cfg(test)]
 mod tests;
+mod transact;
 mod writer;
 
 use std::path::Path;
@@ -57,16 +58,18 @@ use onlyonce_core::record::Seen;
 use onlyonce_core::store::{Cursor, Entry, Filter, Inserted, Inspect, Page, Replaced};
 use onlyonce_core::{Id, Key, Operation, Revision, Store, StoreError, StoreErrorKind, Write};
 use sqlx::sqlite::SqliteRow;
-use sqlx::{QueryBuilder, Row, Sqlite};
+use sqlx::{AssertSqlSafe, QueryBuilder, Row, Sqlite};
 use tokio::sync::{Mutex, oneshot};
 
 pub use onlyonce_core::store::{Migrated, OpenError, OpenErrorKind};
 pub use options::{BUSY_TIMEOUT_DEFAULT, BUSY_TIMEOUT_MAX, SqliteOptions, Synchronous};
 pub use schema::SCHEMA_VERSION;
+pub use transact::SqliteTransactions;
 
 use error::not_applied;
 use link::{Link, Target};
 use reader::Selects;
+use sql::Statements;
 use writer::Batches;
 
 /// How many calls share one commit at most.
@@ -336,8 +339,9 @@ async fn sweep(writer: Arc<Mutex<Link>>, rows_max: u32) -> Result<u64, StoreErro
             return Ok(removed);
         }
         let mut link = writer.lock().await;
+        let sweep = link.sql().sweep.as_str();
         let swept = match link.connection().await {
-            Ok(connection) => sqlx::query(sql::SWEEP).bind(rows.cast_signed()).execute(connection).await,
+            Ok(connection) => sqlx::query(sweep).bind(rows.cast_signed()).execute(connection).await,
             Err(error) => Err(error),
         };
         let swept = swept.map_err(|error| {
@@ -357,12 +361,18 @@ async fn list(
     after: Option<&Cursor>,
     rows_max: u32,
 ) -> Result<Vec<SqliteRow>, sqlx::Error> {
-    list_query(filter, after, rows_max).build().persistent(false).fetch_all(link.connection().await?).await
+    let mut query = list_query(link.sql(), filter, after, rows_max);
+    query.build().persistent(false).fetch_all(link.connection().await?).await
 }
 
 /// Conditions only for what is asked, so that each can use its index.
-fn list_query(filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> QueryBuilder<Sqlite> {
-    let mut query = QueryBuilder::new(sql::LIST);
+fn list_query(
+    sql: &Statements,
+    filter: &Filter,
+    after: Option<&Cursor>,
+    rows_max: u32,
+) -> QueryBuilder<Sqlite> {
+    let mut query = QueryBuilder::new(sql.list.as_str());
     query.push(" WHERE true");
     if let Some(id) = filter.id {
         query.push(" AND id = ").push_bind(id.0.to_vec());
@@ -406,15 +416,12 @@ fn entry(row: &SqliteRow) -> Result<Entry, StoreError> {
 }
 
 async fn facts(link: &mut Link) -> Result<Facts, sqlx::Error> {
-    let connection = link.connection().await?;
-    let row = sqlx::query(
+    let Statements { version, table, .. } = link.sql();
+    let query = format!(
         "SELECT sqlite_version(), (SELECT journal_mode FROM pragma_journal_mode), \
-                (SELECT synchronous FROM pragma_synchronous), \
-                (SELECT user_version FROM pragma_user_version), \
-                (SELECT count(*) FROM idempotency_keys)",
-    )
-    .fetch_one(connection)
-    .await?;
+                (SELECT synchronous FROM pragma_synchronous), ({version}), (SELECT count(*) FROM {table})"
+    );
+    let row = sqlx::query(AssertSqlSafe(query)).fetch_one(link.connection().await?).await?;
     Ok(Facts {
         sqlite_version: row.try_get(0)?,
         journal_mode: row.try_get(1)?,

@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use sqlx::sqlite::{SqliteConnectOptions, SqliteSynchronous};
+use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions, Connection, SqliteConnection};
 
 use crate::OpenError;
 use crate::error::{code, primary};
 use crate::options::{Place, SqliteOptions, Synchronous};
+use crate::sql::Statements;
 
 /// Above this the log is cut back after a checkpoint.
 const LOG_BYTES_KEPT: u64 = 64 << 20;
@@ -31,6 +32,8 @@ pub(crate) struct Target {
     pub(crate) create: bool,
     pub(crate) busy_timeout: Duration,
     pub(crate) synchronous: Synchronous,
+    /// Whether the file is an application's, with our tables beside its own.
+    pub(crate) shared: bool,
     connect: SqliteConnectOptions,
 }
 
@@ -38,15 +41,11 @@ impl Target {
     /// Checks what can be told without opening the file.
     pub(crate) fn new(options: &SqliteOptions) -> Result<Self, OpenError> {
         options.check_durable()?;
+        options.check_shared()?;
         // Sets no journal mode: that would write to a database before it is known whose it is.
         let connect = SqliteConnectOptions::new()
             .busy_timeout(options.busy_timeout)
-            .synchronous(match options.synchronous {
-                Synchronous::Off => SqliteSynchronous::Off,
-                Synchronous::Normal => SqliteSynchronous::Normal,
-                Synchronous::Full => SqliteSynchronous::Full,
-                Synchronous::Extra => SqliteSynchronous::Extra,
-            })
+            .synchronous(options.synchronous.into())
             .pragma("journal_size_limit", LOG_BYTES_KEPT.to_string())
             .pragma("wal_autocheckpoint", CHECKPOINT_PAGES.to_string())
             .pragma("cache_size", format!("-{CACHE_KIB}"))
@@ -74,8 +73,14 @@ impl Target {
             create: options.create,
             busy_timeout: options.busy_timeout,
             synchronous: options.synchronous,
+            shared: options.shared,
             connect,
         })
+    }
+
+    /// The statements about its keys.
+    pub(crate) fn sql(&self) -> &'static Statements {
+        Statements::of(self.shared)
     }
 
     /// Connects for reading and writing; creates the file only if asked to, because a later connection
@@ -167,6 +172,10 @@ pub(crate) struct Link {
 impl Link {
     pub(crate) fn new(target: Target, connection: Option<SqliteConnection>) -> Self {
         Self { target, connection, closed: false }
+    }
+
+    pub(crate) fn sql(&self) -> &'static Statements {
+        self.target.sql()
     }
 
     /// The connection, outside a transaction.

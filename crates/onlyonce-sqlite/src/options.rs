@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use percent_encoding::percent_decode_str;
+use sqlx::sqlite::SqliteSynchronous;
 
 use crate::OpenError;
 
@@ -37,6 +38,7 @@ pub const BUSY_TIMEOUT_MAX: Duration = Duration::from_secs(60);
 /// | `?mode=memory`, `sqlite::memory:` | no file; volatile |
 /// | `?synchronous=full`, `extra` | every commit is on disk before it is answered (`full` is the default) |
 /// | `?synchronous=normal`, `off` | a power failure loses commits; volatile |
+/// | `?shared=true` | the file is an application's: see [`shared`](Self::shared) |
 /// | `?busy_timeout_ms=N` | how long to wait for another process's write lock, at most 60,000 |
 ///
 /// What is volatile is refused unless [`allow_volatile`](Self::allow_volatile) was called.
@@ -47,6 +49,7 @@ pub struct SqliteOptions {
     pub(crate) synchronous: Synchronous,
     pub(crate) busy_timeout: Duration,
     pub(crate) allow_volatile: bool,
+    pub(crate) shared: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,6 +93,7 @@ impl SqliteOptions {
             synchronous: Synchronous::default(),
             busy_timeout: BUSY_TIMEOUT_DEFAULT,
             allow_volatile: false,
+            shared: false,
         }
     }
 
@@ -118,6 +122,19 @@ impl SqliteOptions {
     #[must_use]
     pub fn allow_volatile(mut self, allow: bool) -> Self {
         self.allow_volatile = allow;
+        self
+    }
+
+    /// Whether the file is an application's own database, with the keys in tables beside the application's:
+    /// what [`SqliteStore::transactions`](crate::SqliteStore::transactions) needs.
+    ///
+    /// The tables are `onlyonce_idempotency_keys` and `onlyonce_schema_versions`. The header's
+    /// `application_id` and `user_version` stay as they are, and so does the journal mode of a file that has
+    /// something in it: it must be WAL, a setting that stays with the file. Unless this is set, a file with
+    /// anything of another application in it is refused.
+    #[must_use]
+    pub fn shared(mut self, shared: bool) -> Self {
+        self.shared = shared;
         self
     }
 
@@ -152,6 +169,16 @@ impl SqliteOptions {
         }
     }
 
+    /// Refuses a shared database that nobody could share.
+    pub(crate) fn check_shared(&self) -> Result<(), OpenError> {
+        match &self.place {
+            Place::Memory if self.shared => Err(OpenError::refused(
+                "no application can reach the tables of a SQLite store in memory; shared=true needs a file",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     fn set(&mut self, name: &str, value: &str) -> Result<(), OpenError> {
         let refuse = |allowed: &str| {
             Err(OpenError::refused(format!(
@@ -169,14 +196,17 @@ impl SqliteOptions {
             ("synchronous", "normal") => self.synchronous = Synchronous::Normal,
             ("synchronous", "off") => self.synchronous = Synchronous::Off,
             ("synchronous", _) => return refuse("full, extra, normal and off are"),
+            ("shared", "true") => self.shared = true,
+            ("shared", "false") => self.shared = false,
+            ("shared", _) => return refuse("true and false are"),
             ("busy_timeout_ms", _) => match value.parse().map(Duration::from_millis) {
                 Ok(timeout) if timeout <= BUSY_TIMEOUT_MAX => self.busy_timeout = timeout,
                 _ => return refuse("whole milliseconds from 0 to 60000 are"),
             },
             _ => {
                 return Err(OpenError::refused(format!(
-                    "the SQLite URL has an unknown parameter `{}`; mode, synchronous and busy_timeout_ms are \
-                     allowed",
+                    "the SQLite URL has an unknown parameter `{}`; mode, synchronous, shared and busy_timeout_ms \
+                     are allowed",
                     name.escape_debug()
                 )));
             }
@@ -215,6 +245,17 @@ impl FromStr for SqliteOptions {
     }
 }
 
+impl From<Synchronous> for SqliteSynchronous {
+    fn from(synchronous: Synchronous) -> Self {
+        match synchronous {
+            Synchronous::Off => Self::Off,
+            Synchronous::Normal => Self::Normal,
+            Synchronous::Full => Self::Full,
+            Synchronous::Extra => Self::Extra,
+        }
+    }
+}
+
 impl fmt::Display for Synchronous {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -250,23 +291,25 @@ mod tests {
     #[test]
     fn parameters_are_read() {
         let options: SqliteOptions =
-            "sqlite:k.db?mode=rw&synchronous=extra&busy_timeout_ms=0".parse().expect("valid");
+            "sqlite:k.db?mode=rw&synchronous=extra&busy_timeout_ms=0&shared=true".parse().expect("valid");
         let expected = SqliteOptions::file("k.db")
             .create(false)
             .synchronous(Synchronous::Extra)
-            .busy_timeout(Duration::ZERO);
+            .busy_timeout(Duration::ZERO)
+            .shared(true);
         assert_eq!(options, expected);
     }
 
     #[test]
     fn a_refusal_names_the_parameter_and_what_is_allowed() {
         for (url, names) in [
-            ("sqlite:k.db?colour=blue", &["`colour`", "mode, synchronous and busy_timeout_ms"][..]),
+            ("sqlite:k.db?colour=blue", &["`colour`", "mode, synchronous, shared and busy_timeout_ms"][..]),
             ("sqlite:k.db?mode=ro", &["`mode`", "rwc, rw and memory"]),
             ("sqlite:k.db?mode=", &["`mode`", "rwc, rw and memory"]),
             ("sqlite:k.db?synchronous=FULLY", &["`synchronous`", "full, extra, normal and off"]),
             ("sqlite:k.db?busy_timeout_ms=60001", &["`busy_timeout_ms`", "0 to 60000"]),
             ("sqlite:k.db?busy_timeout_ms=-1", &["`busy_timeout_ms`", "0 to 60000"]),
+            ("sqlite:k.db?shared=yes", &["`shared`", "true and false"]),
             ("sqlite:", &["no path", "sqlite:PATH"]),
             ("sqlite://?mode=rw", &["no path"]),
             ("sqlite:%FF", &["UTF-8"]),

@@ -28,7 +28,7 @@ impl Reader for Selects {
 }
 
 async fn select(link: &mut Link, ids: &[Id]) -> Result<Found, sqlx::Error> {
-    let (text, arguments) = sql::select(ids, false)?;
+    let (text, arguments) = link.sql().select(ids, false)?;
     let connection = link.connection().await?;
     let rows = sqlx::query_with(AssertSqlSafe(text), arguments).fetch_all(connection).await?;
     rows.iter().map(|row| Ok((sql::id(row).map_err(sqlx::Error::Protocol)?, sql::seen(row)))).collect()

@@ -17,12 +17,13 @@ pub const SCHEMA_VERSION: u32 = 1;
 /// Stands in the file's header and says that the database is Onlyonce's: `1cee` and `0001`.
 const APPLICATION_ID: i64 = 0x1cee_0001;
 
-/// Each entry takes the schema one version further; an entry that was released is never changed.
+/// Each entry takes the schema one version further; an entry that was released is never changed. `{keys}`
+/// stands for the table, as in [`sql`].
 ///
 /// The id is a plain primary key beside the rowid: a table clustered by a random 32-byte id would move
 /// large bodies about. Nothing that completing a key changes is indexed, but for `expires_at`.
 const MIGRATIONS: [&str; SCHEMA_VERSION as usize] = ["
-    CREATE TABLE idempotency_keys (
+    CREATE TABLE {keys} (
         id                 BLOB    NOT NULL PRIMARY KEY CHECK (length(id) = 32),
         namespace          TEXT    NOT NULL,
         endpoint           TEXT    NOT NULL,
@@ -45,17 +46,25 @@ const MIGRATIONS: [&str; SCHEMA_VERSION as usize] = ["
         CHECK ((completed_at IS NULL) = (head IS NULL)),
         CHECK ((completed_at IS NULL) = (body IS NULL))
     ) STRICT;
-    CREATE INDEX idempotency_keys_expires_at ON idempotency_keys (expires_at);
-    CREATE INDEX idempotency_keys_created_at ON idempotency_keys (created_at);
-    CREATE INDEX idempotency_keys_key ON idempotency_keys (key);
+    CREATE INDEX {keys}_expires_at ON {keys} (expires_at);
+    CREATE INDEX {keys}_created_at ON {keys} (created_at);
+    CREATE INDEX {keys}_key ON {keys} (key);
 "];
+
+/// Says which version is in an application's file, whose header is the application's.
+const VERSIONS: &str = "
+    CREATE TABLE IF NOT EXISTS onlyonce_schema_versions (
+        version    INTEGER NOT NULL PRIMARY KEY,
+        applied_at INTEGER NOT NULL
+    ) STRICT;
+";
 
 /// Whose a database is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
-    /// Nobody's yet: there is nothing in it.
+    /// Nobody's yet: there is nothing in it, or nothing of ours if it is shared.
     Nobody,
-    /// Onlyonce's, at this version.
+    /// Onlyonce's, or its part of it is, at this version.
     Ours(u32),
     Foreign,
 }
@@ -96,7 +105,7 @@ async fn look(target: &Target) -> Result<Owner, OpenError> {
     }
     let looked = async {
         let mut connection = target.connect_to_look().await?;
-        let owner = owner(&mut connection).await;
+        let owner = owner(target, &mut connection).await;
         let _ = connection.close().await;
         owner
     };
@@ -107,16 +116,28 @@ async fn look(target: &Target) -> Result<Owner, OpenError> {
     }
 }
 
-async fn owner(connection: &mut SqliteConnection) -> Result<Owner, sqlx::Error> {
+async fn owner(target: &Target, connection: &mut SqliteConnection) -> Result<Owner, sqlx::Error> {
     let row = sqlx::query(
         "SELECT (SELECT application_id FROM pragma_application_id), \
                 (SELECT user_version FROM pragma_user_version), \
-                (SELECT count(*) FROM sqlite_schema)",
+                (SELECT count(*) FROM sqlite_schema), \
+                EXISTS (SELECT 1 FROM sqlite_schema WHERE name = 'onlyonce_schema_versions'), \
+                EXISTS (SELECT 1 FROM sqlite_schema WHERE name = 'onlyonce_idempotency_keys')",
     )
-    .fetch_one(connection)
+    .fetch_one(&mut *connection)
     .await?;
     let (application, version, objects): (i64, i64, i64) =
         (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    if target.shared {
+        return match (application, row.try_get(3)?, row.try_get(4)?) {
+            (APPLICATION_ID, _, _) | (_, false, true) => Ok(Owner::Foreign),
+            (_, false, false) => Ok(Owner::Nobody),
+            (_, true, _) => {
+                let version: i64 = sqlx::query_scalar(target.sql().version).fetch_one(connection).await?;
+                Ok(u32::try_from(version).map_or(Owner::Foreign, Owner::Ours))
+            }
+        };
+    }
     Ok(match (application, u32::try_from(version)) {
         (APPLICATION_ID, Ok(version)) => Owner::Ours(version),
         (0, Ok(0)) if objects == 0 => Owner::Nobody,
@@ -125,10 +146,18 @@ async fn owner(connection: &mut SqliteConnection) -> Result<Owner, sqlx::Error> 
 }
 
 fn foreign(target: &Target) -> OpenError {
-    OpenError::refused(format!(
-        "the SQLite file {} belongs to another application; Onlyonce wants a file of its own",
-        target.name
-    ))
+    let name = &target.name;
+    OpenError::refused(if target.shared {
+        format!(
+            "the SQLite file {name} is one of Onlyonce's own, or has other tables whose names begin with \
+             onlyonce_; an application's file is wanted, or no shared=true"
+        )
+    } else {
+        format!(
+            "the SQLite file {name} belongs to another application; Onlyonce wants a file of its own, or \
+             shared=true to keep its tables beside that application's"
+        )
+    })
 }
 
 /// The version to start from, if this one can use the database.
@@ -153,6 +182,13 @@ async fn write_ahead(target: &Target, connection: &mut SqliteConnection) -> Resu
     if target.path.is_none() {
         return Ok(());
     }
+    if target.shared && has_its_own_mode(connection).await.map_err(|error| target.explain(error))? {
+        return Err(OpenError::refused(format!(
+            "the SQLite file {} is shared with an application and keeps no write-ahead log; set \
+             `PRAGMA journal_mode = WAL` in the application",
+            target.name
+        )));
+    }
     let deadline = Instant::now() + target.busy_timeout;
     let mut wait = Duration::from_millis(2);
     let mode: String = loop {
@@ -174,7 +210,19 @@ async fn write_ahead(target: &Target, connection: &mut SqliteConnection) -> Resu
     )))
 }
 
-async fn check_synchronous(target: &Target, connection: &mut SqliteConnection) -> Result<(), OpenError> {
+/// Whether there is something in the database, under another journal mode than ours.
+async fn has_its_own_mode(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
+    sqlx::query_scalar(
+        "SELECT EXISTS (SELECT 1 FROM sqlite_schema) AND (SELECT journal_mode FROM pragma_journal_mode) <> 'wal'",
+    )
+    .fetch_one(connection)
+    .await
+}
+
+pub(crate) async fn check_synchronous(
+    target: &Target,
+    connection: &mut SqliteConnection,
+) -> Result<(), OpenError> {
     let found: i64 = sqlx::query_scalar("PRAGMA synchronous")
         .fetch_one(connection)
         .await
@@ -185,7 +233,7 @@ async fn check_synchronous(target: &Target, connection: &mut SqliteConnection) -
         Synchronous::Full => 2,
         Synchronous::Extra => 3,
     };
-    if found == wanted {
+    if found >= wanted {
         return Ok(());
     }
     Err(OpenError::refused(format!(
@@ -198,7 +246,7 @@ async fn check_synchronous(target: &Target, connection: &mut SqliteConnection) -
 /// read the new version under the same lock.
 async fn migrate(target: &Target, connection: &mut SqliteConnection) -> Result<Migrated, OpenError> {
     let explain = |error| target.explain(error);
-    let found = check_version(target, owner(connection).await.map_err(explain)?)?;
+    let found = check_version(target, owner(target, connection).await.map_err(explain)?)?;
     if found == SCHEMA_VERSION {
         return Ok(Migrated { from: found, to: found });
     }
@@ -213,11 +261,17 @@ async fn migrate(target: &Target, connection: &mut SqliteConnection) -> Result<M
 
 async fn migrate_locked(target: &Target, connection: &mut SqliteConnection) -> Result<Migrated, OpenError> {
     let explain = |error| target.explain(error);
-    let from = check_version(target, owner(connection).await.map_err(explain)?)?;
+    let from = check_version(target, owner(target, connection).await.map_err(explain)?)?;
     for migration in &MIGRATIONS[from as usize..] {
-        connection.execute(*migration).await.map_err(explain)?;
+        let migration = migration.replace("{keys}", target.sql().table);
+        connection.execute(AssertSqlSafe(migration)).await.map_err(explain)?;
     }
-    let seal = format!("PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};");
+    let seal = if target.shared {
+        let now = sql::NOW;
+        format!("{VERSIONS} INSERT INTO onlyonce_schema_versions VALUES ({SCHEMA_VERSION}, ({now}));")
+    } else {
+        format!("PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};")
+    };
     connection.execute(AssertSqlSafe(seal)).await.map_err(explain)?;
     Ok(Migrated { from, to: SCHEMA_VERSION })
 }
@@ -225,11 +279,14 @@ async fn migrate_locked(target: &Target, connection: &mut SqliteConnection) -> R
 /// Refuses a database in which the guarantee would not hold: without the unique id two claims of one
 /// key both pass.
 async fn check(target: &Target, connection: &mut SqliteConnection) -> Result<(), OpenError> {
+    let sql = target.sql();
+    let table = sql.table;
     let unique: i64 = sqlx::query_scalar(
-        "SELECT count(*) FROM pragma_index_list('idempotency_keys') AS list \
+        "SELECT count(*) FROM pragma_index_list(?) AS list \
          WHERE list.\"unique\" = 1 AND list.partial = 0 \
            AND (SELECT group_concat(name) FROM pragma_index_info(list.name)) = 'id'",
     )
+    .bind(table)
     .fetch_one(&mut *connection)
     .await
     .map_err(|error| target.explain(error))?;
@@ -240,14 +297,14 @@ async fn check(target: &Target, connection: &mut SqliteConnection) -> Result<(),
         ))
     };
     if unique == 0 {
-        return Err(damaged("table idempotency_keys has no unique index on id"));
+        return Err(damaged(&format!("table {table} has no unique index on id")));
     }
-    for statement in [sql::INSERT, sql::UPDATE, sql::RESTART, sql::DELETE, sql::SWEEP, sql::LIST] {
-        let prepared = sqlx::SqlSafeStr::into_sql_str(statement);
+    for statement in [&sql.insert, &sql.update, &sql.restart, &sql.delete, &sql.sweep, &sql.list] {
+        let prepared = sqlx::SqlSafeStr::into_sql_str(statement.as_str());
         connection
             .prepare(prepared)
             .await
-            .map_err(|error| damaged("table idempotency_keys is not as it was made").with_source(error))?;
+            .map_err(|error| damaged(&format!("table {table} is not as it was made")).with_source(error))?;
     }
     Ok(())
 }

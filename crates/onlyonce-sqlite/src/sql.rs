@@ -4,6 +4,8 @@
 //! write lock for the whole file and all processes, so what the transaction read is still so when it
 //! writes. Each writing statement names the revision it replaces all the same, and the writer checks how
 //! many rows it changed, so that a mistake above it rolls back instead of overwriting a holder.
+//!
+//! `{keys}` stands for the table: see [`Statements`].
 
 use std::sync::{Arc, LazyLock};
 
@@ -41,40 +43,40 @@ pub(crate) const NOW: &str = concat!("SELECT ", now!());
 
 /// Race: a row and a clock read apart could show a lease as over that is not. One statement is one
 /// snapshot, and each row carries the clock of its reading.
-const SELECT: &str = concat!("SELECT ", columns!(), ", ", now!(), " FROM idempotency_keys WHERE id IN ");
+const SELECT: &str = concat!("SELECT ", columns!(), ", ", now!(), " FROM {keys} WHERE id IN ");
 
 /// Race: two inserts of one key. The primary key refuses the second, whatever the writer believed.
-pub(crate) const INSERT: &str = concat!(
-    "INSERT INTO idempotency_keys (",
+const INSERT: &str = concat!(
+    "INSERT INTO {keys} (",
     columns!(),
     ", namespace, endpoint, caller, key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);"
 );
 
 /// Race: a holder that lost its lease writes over its successor. It names a revision that is gone, and
 /// changes no row. `created_at` stays, so that its index is left alone.
-pub(crate) const UPDATE: &str = "UPDATE idempotency_keys SET fingerprint_target = ?, fingerprint_body = ?, \
+const UPDATE: &str = "UPDATE {keys} SET fingerprint_target = ?, fingerprint_body = ?, \
     revision = ?, attempt = ?, granted_at = ?, lease_until = ?, completed_at = ?, status = ?, head = ?, \
     body = ?, expires_at = ? WHERE id = ? AND revision = ?;";
 
 /// Race: as above, for a key that starts afresh because it had expired.
-pub(crate) const RESTART: &str = "UPDATE idempotency_keys SET fingerprint_target = ?, fingerprint_body = ?, \
+const RESTART: &str = "UPDATE {keys} SET fingerprint_target = ?, fingerprint_body = ?, \
     revision = ?, attempt = ?, created_at = ?, granted_at = ?, lease_until = ?, completed_at = ?, status = ?, \
     head = ?, body = ?, expires_at = ? WHERE id = ? AND revision = ?;";
 
 /// Race: a release frees a key that another has taken over. It names a revision that is gone.
-pub(crate) const DELETE: &str = "DELETE FROM idempotency_keys WHERE id = ? AND revision = ?;";
+const DELETE: &str = "DELETE FROM {keys} WHERE id = ? AND revision = ?;";
 
 /// Race: a sweep removes a key that was renewed or claimed afresh after it was found expired. Finding
 /// and removing are one statement under the write lock.
-pub(crate) const SWEEP: &str = concat!(
-    "DELETE FROM idempotency_keys WHERE rowid IN (SELECT rowid FROM idempotency_keys WHERE expires_at <= ",
+const SWEEP: &str = concat!(
+    "DELETE FROM {keys} WHERE rowid IN (SELECT rowid FROM {keys} WHERE expires_at <= ",
     now!(),
     " ORDER BY expires_at LIMIT ?)"
 );
 
 /// Race: none; a listing is a snapshot, and nothing is decided from it.
-pub(crate) const LIST: &str =
-    concat!("SELECT ", columns!(), ", ", now!(), ", namespace, endpoint, caller, key FROM idempotency_keys");
+const LIST: &str =
+    concat!("SELECT ", columns!(), ", ", now!(), ", namespace, endpoint, caller, key FROM {keys}");
 
 /// A statement repeated 1, 2, 4 … [`ROWS_MAX`] times, so that one round trip carries many rows and few
 /// texts stay prepared.
@@ -92,11 +94,6 @@ impl Repeated {
     }
 }
 
-pub(crate) static INSERTS: LazyLock<Repeated> = LazyLock::new(|| Repeated::new(INSERT));
-pub(crate) static UPDATES: LazyLock<Repeated> = LazyLock::new(|| Repeated::new(UPDATE));
-pub(crate) static RESTARTS: LazyLock<Repeated> = LazyLock::new(|| Repeated::new(RESTART));
-pub(crate) static DELETES: LazyLock<Repeated> = LazyLock::new(|| Repeated::new(DELETE));
-
 /// [`SELECT`] for a number of ids.
 struct Select {
     places: usize,
@@ -105,25 +102,84 @@ struct Select {
     after_now: Arc<str>,
 }
 
-static SELECTS: LazyLock<[Select; 3]> = LazyLock::new(|| {
-    [1, 8, ROWS_MAX].map(|places| {
-        let alone = format!("{SELECT}({})", vec!["?"; places].join(", "));
-        Select { places, after_now: format!("{NOW}; {alone}").into(), alone: alone.into() }
-    })
+/// Every statement about one table of keys.
+pub(crate) struct Statements {
+    /// The table, by its name in the database.
+    pub(crate) table: &'static str,
+    /// One column: the schema's version.
+    pub(crate) version: &'static str,
+    pub(crate) insert: String,
+    pub(crate) update: String,
+    pub(crate) restart: String,
+    pub(crate) delete: String,
+    pub(crate) sweep: String,
+    pub(crate) list: String,
+    pub(crate) inserts: Repeated,
+    pub(crate) updates: Repeated,
+    pub(crate) restarts: Repeated,
+    pub(crate) deletes: Repeated,
+    selects: [Select; 3],
+}
+
+/// In a file of Onlyonce's own.
+static OWN: LazyLock<Statements> =
+    LazyLock::new(|| Statements::about("idempotency_keys", "SELECT user_version FROM pragma_user_version"));
+
+/// Among an application's tables. The header's `user_version` is the application's there.
+static SHARED: LazyLock<Statements> = LazyLock::new(|| {
+    Statements::about(
+        "onlyonce_idempotency_keys",
+        "SELECT coalesce(max(version), 0) FROM onlyonce_schema_versions",
+    )
 });
 
-/// The text that reads these ids, at most [`ROWS_MAX`], and its arguments. `after_now` puts the clock in
-/// a row of its own in front.
-pub(crate) fn select(ids: &[Id], after_now: bool) -> Result<(Arc<str>, SqliteArguments), sqlx::Error> {
-    let largest = &SELECTS[SELECTS.len() - 1];
-    let select = SELECTS.iter().find(|select| ids.len() <= select.places).unwrap_or(largest);
-    let mut arguments = SqliteArguments::default();
-    // An id may stand in the list more than once.
-    let last = ids.last().into_iter().cycle();
-    for id in ids.iter().chain(last).take(select.places) {
-        bind_id(&mut arguments, *id)?;
+impl Statements {
+    /// Those for a file of Onlyonce's own, or for one that is `shared` with an application.
+    pub(crate) fn of(shared: bool) -> &'static Self {
+        if shared { &SHARED } else { &OWN }
     }
-    Ok((Arc::clone(if after_now { &select.after_now } else { &select.alone }), arguments))
+
+    fn about(table: &'static str, version: &'static str) -> Self {
+        let with_table = |text: &str| text.replace("{keys}", table);
+        let repeated = |text| Repeated::new(&with_table(text));
+        let selects = [1, 8, ROWS_MAX].map(|places| {
+            let alone = format!("{}({})", with_table(SELECT), vec!["?"; places].join(", "));
+            Select { places, after_now: format!("{NOW}; {alone}").into(), alone: alone.into() }
+        });
+        Self {
+            table,
+            version,
+            insert: with_table(INSERT),
+            update: with_table(UPDATE),
+            restart: with_table(RESTART),
+            delete: with_table(DELETE),
+            sweep: with_table(SWEEP),
+            list: with_table(LIST),
+            inserts: repeated(INSERT),
+            updates: repeated(UPDATE),
+            restarts: repeated(RESTART),
+            deletes: repeated(DELETE),
+            selects,
+        }
+    }
+
+    /// The text that reads these ids, at most [`ROWS_MAX`], and its arguments. `after_now` puts the clock
+    /// in a row of its own in front.
+    pub(crate) fn select(
+        &self,
+        ids: &[Id],
+        after_now: bool,
+    ) -> Result<(Arc<str>, SqliteArguments), sqlx::Error> {
+        let largest = &self.selects[self.selects.len() - 1];
+        let select = self.selects.iter().find(|select| ids.len() <= select.places).unwrap_or(largest);
+        let mut arguments = SqliteArguments::default();
+        // An id may stand in the list more than once.
+        let last = ids.last().into_iter().cycle();
+        for id in ids.iter().chain(last).take(select.places) {
+            bind_id(&mut arguments, *id)?;
+        }
+        Ok((Arc::clone(if after_now { &select.after_now } else { &select.alone }), arguments))
+    }
 }
 
 /// Adds the columns of a record to the arguments, in the order of the statements; `created_at` only

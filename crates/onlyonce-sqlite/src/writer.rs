@@ -14,6 +14,7 @@ use tokio::sync::{Mutex, oneshot};
 
 use crate::error::{at_commit, is_everywhere, not_applied, primary};
 use crate::link::Link;
+use crate::sql::Statements;
 use crate::{error, sql};
 
 /// Writes batches of calls.
@@ -29,7 +30,7 @@ pub(crate) struct Batches {
     pub(crate) _ended: oneshot::Sender<()>,
 }
 
-type Replies = Vec<Result<Reply, StoreError>>;
+pub(crate) type Replies = Vec<Result<Reply, StoreError>>;
 
 /// A batch of which nothing is known to be applied.
 struct Failure {
@@ -68,6 +69,7 @@ fn copy(error: &StoreError) -> StoreError {
 impl Batches {
     /// Applies the calls in one transaction. Afterwards the connection is in none, or given up.
     async fn transact(&self, link: &mut Link, calls: &[Call]) -> Result<Replies, Failure> {
+        let sql = link.sql();
         let connection =
             link.connection().await.map_err(|error| Failure::before_commit("connect", &error))?;
         if let Err(error) = sqlx::query(sql::BEGIN).execute(&mut *connection).await {
@@ -76,7 +78,7 @@ impl Batches {
             }
             return Err(Failure::before_commit("begin to write", &error));
         }
-        match apply(connection, calls).await {
+        match apply(sql, connection, calls).await {
             Ok((replies, true)) => match sqlx::query(sql::COMMIT).execute(connection).await {
                 Ok(_) => {
                     self.commits.fetch_add(1, Ordering::Relaxed);
@@ -126,14 +128,19 @@ struct Slot<'a> {
 }
 
 /// Carries the calls out within the open transaction; `true` if there is something to commit.
-async fn apply(connection: &mut SqliteConnection, calls: &[Call]) -> Result<(Replies, bool), sqlx::Error> {
-    let (mut slots, now) = load(connection, calls).await?;
+pub(crate) async fn apply(
+    sql: &Statements,
+    connection: &mut SqliteConnection,
+    calls: &[Call],
+) -> Result<(Replies, bool), sqlx::Error> {
+    let (mut slots, now) = load(sql, connection, calls).await?;
     let replies = calls.iter().map(|call| decide(slots.entry(call.id()).or_default(), call, now)).collect();
-    let changed = store(connection, &slots).await?;
+    let changed = store(sql, connection, &slots).await?;
     Ok((replies, changed))
 }
 
 async fn load<'a>(
+    sql: &Statements,
     connection: &mut SqliteConnection,
     calls: &'a [Call],
 ) -> Result<(HashMap<Id, Slot<'a>>, Timestamp), sqlx::Error> {
@@ -141,7 +148,7 @@ async fn load<'a>(
     let ids: Vec<Id> = slots.keys().copied().collect();
     let mut now = Timestamp(0);
     for ids in ids.chunks(sql::ROWS_MAX) {
-        let (text, arguments) = sql::select(ids, true)?;
+        let (text, arguments) = sql.select(ids, true)?;
         let rows = sqlx::query_with(AssertSqlSafe(text), arguments).fetch_all(&mut *connection).await?;
         let (clock, rows) = rows.split_first().ok_or(sqlx::Error::RowNotFound)?;
         now = Timestamp(clock.try_get(0)?);
@@ -193,6 +200,7 @@ fn decide<'a>(slot: &mut Slot<'a>, call: &'a Call, now: Timestamp) -> Result<Rep
 
 /// Writes what the batch changed; `true` if it changed anything.
 async fn store(
+    sql: &Statements,
     connection: &mut SqliteConnection,
     slots: &HashMap<Id, Slot<'_>>,
 ) -> Result<bool, sqlx::Error> {
@@ -212,12 +220,12 @@ async fn store(
             },
         }
     }
-    run(connection, &sql::DELETES, &deletes, |to, (id, stored)| {
+    run(connection, &sql.deletes, &deletes, |to, (id, stored)| {
         sql::bind_id(to, *id)?;
         sql::bind_revision(to, *stored)
     })
     .await?;
-    for (texts, rows, created_at) in [(&sql::UPDATES, &updates, false), (&sql::RESTARTS, &restarts, true)] {
+    for (texts, rows, created_at) in [(&sql.updates, &updates, false), (&sql.restarts, &restarts, true)] {
         run(connection, texts, rows, |to, (id, stored, record)| {
             sql::bind_record(to, record, created_at)?;
             sql::bind_id(to, *id)?;
@@ -225,7 +233,7 @@ async fn store(
         })
         .await?;
     }
-    run(connection, &sql::INSERTS, &inserts, |to, (operation, record)| {
+    run(connection, &sql.inserts, &inserts, |to, (operation, record)| {
         sql::bind_id(to, operation.id())?;
         sql::bind_record(to, record, true)?;
         for part in

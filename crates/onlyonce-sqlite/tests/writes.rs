@@ -149,7 +149,7 @@ async fn a_damaged_record_fails_alone() {
 
 /// A constraint that is only looked at when the transaction ends makes the commit itself fail.
 #[tokio::test]
-async fn a_commit_that_fails_is_ambiguous_and_leaves_no_transaction() {
+async fn a_commit_that_is_refused_wrote_nothing_and_leaves_no_transaction() {
     let (_folder, path, store) = open().await;
     let mut by_hand = connect(&path).await;
     execute(
@@ -161,7 +161,7 @@ async fn a_commit_that_fails_is_ambiguous_and_leaves_no_transaction() {
     )
     .await;
     let error = store.insert(&operation("late"), running(1)).await.expect_err("its commit fails");
-    assert_eq!(error.kind(), StoreErrorKind::Ambiguous, "{error}");
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     assert!(!exists(&store, "late").await);
     insert(&store, "next", 2).await;
     assert_eq!(store.commits(), 1);

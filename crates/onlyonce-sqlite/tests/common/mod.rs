@@ -1,6 +1,8 @@
 //! What the tests write, and another hand on the same file.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod application;
+
 use std::path::Path;
 use std::time::Duration;
 
