@@ -15,14 +15,20 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 8] = [
+const RULES: [Rule; 9] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
         may_in_tests: &[],
         never: &["tower", "tower-layer", "tower-service", "axum", "hyper", "sqlx"],
     },
-    Rule { name: "onlyonce", may: &["onlyonce-core"], may_in_tests: &[], never: &["axum", "sqlx"] },
+    Rule {
+        name: "onlyonce",
+        may: &["onlyonce-core"],
+        // Itself, with all its features.
+        may_in_tests: &["onlyonce", "onlyonce-conformance"],
+        never: &["axum", "sqlx"],
+    },
     Rule { name: "onlyonce-conformance", may: &["onlyonce-core"], may_in_tests: &[], never: &["sqlx"] },
     Rule {
         name: "onlyonce-sqlite",
@@ -38,8 +44,14 @@ const RULES: [Rule; 8] = [
     },
     Rule { name: "onlyonce-testkit", may: &[], may_in_tests: &[], never: &["sqlx"] },
     Rule {
+        name: "onlyonce-client",
+        may: &["onlyonce-core"],
+        may_in_tests: &["onlyonce"],
+        never: &["axum", "openssl", "native-tls", "aws-lc-rs"],
+    },
+    Rule {
         name: "onlyonce-cli",
-        may: &["onlyonce", "onlyonce-core", "onlyonce-postgres", "onlyonce-sqlite"],
+        may: &["onlyonce", "onlyonce-client", "onlyonce-core", "onlyonce-postgres", "onlyonce-sqlite"],
         may_in_tests: &["onlyonce-conformance", "onlyonce-testkit"],
         never: &[],
     },

@@ -11,6 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use clap::{Args, Subcommand, ValueEnum};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use onlyonce::SWEEP_ROWS_MAX;
 use onlyonce_core::machine::{self, Finish};
 use onlyonce_core::outcome::Response;
 use onlyonce_core::record::{Record, State as Stored};
@@ -19,7 +20,6 @@ use onlyonce_core::{Id, Key, Lapse, Policy, Recorded, Revision, StoreError, Time
 
 use crate::cli::{Failure, StoreArgs, duration};
 use crate::config;
-use crate::proxy::SWEEP_ROWS_MAX;
 use crate::store::OpenStore;
 
 /// How many records are read at a time: each comes with its whole outcome.

@@ -3,7 +3,7 @@
 //! ```text
 //! client ──▶ server ──▶ onlyonce layer ──▶ forward ──▶ upstream
 //!                            │
-//!                         Metered ──▶ store ◀── sweeper, keys, doctor
+//!                         Metered ──▶ store ◀── keys, doctor
 //! ```
 //!
 //! # How it ends
@@ -20,14 +20,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use metrics::counter;
 use onlyonce::caller::Caller;
 use onlyonce::{Config, OnlyonceLayer};
 use onlyonce_core::Store;
 use onlyonce_core::store::{OpenError, OpenErrorKind};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower_layer::Layer;
@@ -40,13 +39,10 @@ use crate::jwt::JwtCaller;
 use crate::metered::Metered;
 use crate::server::{self, Ending};
 use crate::store::OpenStore;
-use crate::telemetry::{self, SWEEP_FAILURES, SWEPT_ROWS, UPKEEP_EVERY};
+use crate::telemetry::{self, UPKEEP_EVERY};
 
 /// How long what is not guarded may go on after a signal to stop, on the local clock.
 pub const UNGUARDED_GRACE: Duration = Duration::from_secs(10);
-
-/// How many expired records one call removes at most.
-pub const SWEEP_ROWS_MAX: u32 = 1_000;
 
 /// How long the store may take to tidy up at the end.
 const CLOSE_TIME_MAX: Duration = Duration::from_secs(5);
@@ -68,6 +64,7 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
         namespace: config.namespace,
         caller,
         record_grace: config.record_grace,
+        sweep_every: Some(config.sweep_every),
         defaults: config.defaults,
         routes: config.routes,
         refusal_body: None,
@@ -78,9 +75,8 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
     let (admin_listener, admin_addr) = bind("admin", &config.admin).await?;
 
     let connections = TaskTracker::new();
-    let health = Health::new(Arc::clone(&metered), config.upstream.address(), ending.closing.clone());
+    let health = Health::new(metered, config.upstream.address(), ending.closing.clone());
     let admin = tokio::spawn(admin::serve(admin_listener, health));
-    let sweeper = tokio::spawn(sweep(metered, config.sweep_every, ending.closing.clone()));
     let upkeep =
         metrics.map(|metrics| tokio::spawn(telemetry::upkeep(UPKEEP_EVERY, || metrics.run_upkeep())));
     // Tracked like the connections it opens, so that none is opened after the last one was waited for.
@@ -90,7 +86,6 @@ pub async fn start(config: ProxyConfig) -> Result<Running, StartError> {
         async move {
             ending.closing.cancelled().await;
             let stopped = wind_down(&ending, config.shutdown_grace, &connections, &tunnels, &layer).await;
-            let _ = sweeper.await;
             admin.abort();
             if let Some(upkeep) = upkeep {
                 upkeep.abort();
@@ -240,34 +235,6 @@ async fn wind_down(
     }
     warn!(grace = ?grace, "guarded work is left running; its keys stay held until their leases end");
     Stopped::LeftRunning
-}
-
-/// Removes expired records now and then. Claims do not depend on it.
-async fn sweep(store: Arc<dyn Store>, every: Duration, closing: CancellationToken) {
-    let sweeping = async {
-        loop {
-            sleep(every).await;
-            loop {
-                match store.sweep(SWEEP_ROWS_MAX).await {
-                    Ok(rows) => {
-                        counter!(SWEPT_ROWS).increment(rows);
-                        if rows < u64::from(SWEEP_ROWS_MAX) {
-                            break;
-                        }
-                    }
-                    Err(error) => {
-                        counter!(SWEEP_FAILURES).increment(1);
-                        warn!(%error, "expired keys could not be removed; tried again later");
-                        break;
-                    }
-                }
-            }
-        }
-    };
-    tokio::select! {
-        () = sweeping => {}
-        () = closing.cancelled() => {}
-    }
 }
 
 #[cfg(test)]

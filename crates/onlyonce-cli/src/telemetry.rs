@@ -13,10 +13,6 @@ use tracing_subscriber::EnvFilter;
 
 /// How long store calls take, by `call` and `result`.
 pub const STORE_SECONDS: &str = "onlyonce_store_seconds";
-/// Counts expired records that were removed.
-pub const SWEPT_ROWS: &str = "onlyonce_swept_rows_total";
-/// Counts sweeps that the store did not carry out.
-pub const SWEEP_FAILURES: &str = "onlyonce_sweep_failures_total";
 
 /// How often measured values are put into their buckets, on the local clock. Until then, or until the next
 /// scrape, each is kept by itself.
@@ -63,8 +59,8 @@ fn describe() {
     for (name, description) in [
         (metric::LOST_LEASES, "Operations whose key was another's when they ended."),
         (metric::RECORD_FAILURES, "Outcomes that could not be recorded before their lease ended."),
-        (SWEPT_ROWS, "Expired keys that were removed."),
-        (SWEEP_FAILURES, "Sweeps that the store did not carry out."),
+        (metric::SWEPT_ROWS, "Expired keys that were removed."),
+        (metric::SWEEP_FAILURES, "Sweeps that the store did not carry out."),
     ] {
         describe_counter!(name, description);
         counter!(name).absolute(0);

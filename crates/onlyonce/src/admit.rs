@@ -65,11 +65,7 @@ impl Front {
             return Plan::Pass;
         };
         match key(request.headers()) {
-            None if settings.key == KeyRule::Required => Plan::Refuse(Problem::new(
-                Code::KeyMissing,
-                "This request must carry an Idempotency-Key header: one fresh value for each operation, the same for each \
-                 retry of it.",
-            )),
+            None if settings.key == KeyRule::Required => Plan::Refuse(Problem::key_missing()),
             None => Plan::Unkeyed { settings: Arc::clone(settings) },
             Some(Err(malformed)) => {
                 Plan::Refuse(Problem::new(Code::KeyMalformed, format!("Nothing was done: {malformed}.")))

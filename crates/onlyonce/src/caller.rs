@@ -8,6 +8,7 @@ use http::header::{AUTHORIZATION, COOKIE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
+use tracing::warn;
 
 /// Headers whose values are secrets by their names. Of any other it is not known, and a readable caller
 /// is worth much to whoever looks after the keys.
@@ -63,6 +64,51 @@ pub enum CallerError {
 }
 
 impl Caller {
+    /// [`Caller::Header`] by its name, in whatever case.
+    ///
+    /// # Panics
+    /// If this is no header name. For one that comes from a configuration, parse it:
+    /// `Caller::Header(name.parse()?)`.
+    #[must_use]
+    pub fn header(name: &str) -> Self {
+        match name.parse() {
+            Ok(name) => Self::Header(name),
+            Err(_) => panic!("{name:?} is no header name, such as \"x-user-id\""),
+        }
+    }
+
+    /// A request extension of type `T`, which the application's authentication left there; `name` is how the
+    /// caller is told from others. A request without it is refused, and logged: the layer must stand inside of
+    /// what authenticates.
+    ///
+    /// ```
+    /// use onlyonce::Caller;
+    ///
+    /// #[derive(Clone)]
+    /// struct User {
+    ///     id: u64,
+    /// }
+    ///
+    /// let caller = Caller::extension(|user: &User| user.id.to_string());
+    /// ```
+    pub fn extension<T, F>(name: F) -> Self
+    where
+        T: Send + Sync + 'static,
+        F: Fn(&T) -> String + Send + Sync + 'static,
+    {
+        Self::from_request(move |request| match request.extensions.get::<T>() {
+            Some(caller) => Ok(Some(name(caller))),
+            None => {
+                let missing = std::any::type_name::<T>();
+                warn!(
+                    missing,
+                    "a guarded request has no such extension; is the layer inside of what authenticates?"
+                );
+                Err(CallerError::Unresolved("the application does not say who asks".into()))
+            }
+        })
+    }
+
     /// A caller that the application takes from the request's head, for example from an extension that
     /// its authentication left there.
     pub fn from_request<F>(tell: F) -> Self

@@ -47,9 +47,31 @@ impl KeepRules {
     pub fn new<S: AsRef<str>>(keep: &[S], unknown: &[S]) -> Result<Self, KeepError> {
         let rules =
             Self { keep: Statuses::parse("keep", keep)?, unknown: Statuses::parse("unknown", unknown)? };
-        match (200..=599).find(|status| rules.keep.has(*status) && rules.unknown.has(*status)) {
+        rules.check()?;
+        Ok(rules)
+    }
+
+    pub(crate) fn set_keep<S: AsRef<str>>(
+        &mut self,
+        entries: impl IntoIterator<Item = S>,
+    ) -> Result<(), KeepError> {
+        self.keep = Statuses::parse("keep", entries)?;
+        Ok(())
+    }
+
+    pub(crate) fn set_unknown<S: AsRef<str>>(
+        &mut self,
+        entries: impl IntoIterator<Item = S>,
+    ) -> Result<(), KeepError> {
+        self.unknown = Statuses::parse("unknown", entries)?;
+        Ok(())
+    }
+
+    /// Checks the two lists against each other.
+    pub(crate) fn check(&self) -> Result<(), KeepError> {
+        match (200..=599).find(|status| self.keep.has(*status) && self.unknown.has(*status)) {
             Some(status) => Err(KeepError::Both { status }),
-            None => Ok(rules),
+            None => Ok(()),
         }
     }
 
@@ -73,7 +95,10 @@ struct Statuses {
 }
 
 impl Statuses {
-    fn parse<S: AsRef<str>>(list: &'static str, entries: &[S]) -> Result<Self, KeepError> {
+    fn parse<S: AsRef<str>>(
+        list: &'static str,
+        entries: impl IntoIterator<Item = S>,
+    ) -> Result<Self, KeepError> {
         let mut statuses = Self { included: Vec::new(), excluded: Vec::new() };
         for entry in entries {
             let entry = entry.as_ref();

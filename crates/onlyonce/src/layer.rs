@@ -4,18 +4,20 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use onlyonce_core::{Engine, Operation, Store};
+use onlyonce_core::{Engine, IntoStore, Operation};
 use tokio_util::task::TaskTracker;
 use tower_layer::Layer;
 
 use crate::admit::Front;
+use crate::builder::Builder;
 use crate::caller::Caller;
 use crate::problem::RefusalBody;
 use crate::rules::{Route, Rules};
 use crate::service::OnlyonceService;
 use crate::settings::{DURATION_MAX, Settings, SettingsError};
+use crate::sweeper::Sweeper;
 
-/// Everything about a layer but its store.
+/// Everything about a layer but its store, as a program has read it; a [`Builder`] fills one.
 #[derive(Clone)]
 pub struct Config {
     /// One API. Two APIs on one store set their own.
@@ -25,6 +27,9 @@ pub struct Config {
     /// How long a finished answer is held back while its outcome cannot be recorded, on the local
     /// monotonic clock.
     pub record_grace: Duration,
+    /// How often expired records are removed from the store, on the local monotonic clock; `None` leaves it to
+    /// somebody else.
+    pub sweep_every: Option<Duration>,
     /// The settings where no route says otherwise.
     pub defaults: Settings,
     /// The first that matches wins.
@@ -43,6 +48,7 @@ impl Default for Config {
             namespace: NAMESPACE_DEFAULT.to_owned(),
             caller: Caller::default(),
             record_grace: Duration::from_secs(2),
+            sweep_every: Some(Duration::from_secs(60)),
             defaults: Settings::default(),
             routes: Vec::new(),
             refusal_body: None,
@@ -52,11 +58,12 @@ impl Default for Config {
 
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { namespace, caller, record_grace, defaults, routes, refusal_body } = self;
+        let Self { namespace, caller, record_grace, sweep_every, defaults, routes, refusal_body } = self;
         f.debug_struct("Config")
             .field("namespace", namespace)
             .field("caller", caller)
             .field("record_grace", record_grace)
+            .field("sweep_every", sweep_every)
             .field("defaults", defaults)
             .field("routes", routes)
             .field("refusal_body", &refusal_body.is_some())
@@ -66,12 +73,15 @@ impl fmt::Debug for Config {
 
 impl Front {
     pub(crate) fn new(config: Config) -> Result<Self, SettingsError> {
-        let Config { namespace, caller, record_grace, defaults, routes, refusal_body } = config;
+        let Config { namespace, caller, record_grace, sweep_every, defaults, routes, refusal_body } = config;
         if namespace.is_empty() {
             return Err(SettingsError::new("namespace", "must not be empty"));
         }
         if record_grace > DURATION_MAX {
             return Err(SettingsError::new("record_grace", "is too long; at most ten years"));
+        }
+        if sweep_every.is_some_and(|every| every.is_zero() || every > DURATION_MAX) {
+            return Err(SettingsError::new("sweep_every", "must be longer than zero and at most ten years"));
         }
         Ok(Self { rules: Rules::new(routes, defaults)?, caller, namespace, refusal_body })
     }
@@ -79,7 +89,8 @@ impl Front {
 
 /// Guards a service: each operation runs once, and every retry gets its answer.
 ///
-/// Cheap to clone; clones share the store and the running work.
+/// Cheap to clone; clones share the store and the running work. While there is one, or a service that it
+/// guards, expired records are removed from the store every [`sweep_every`](Config::sweep_every).
 #[derive(Clone)]
 pub struct OnlyonceLayer {
     shared: Arc<Shared>,
@@ -90,27 +101,54 @@ pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) record_grace: Duration,
     pub(crate) tasks: TaskTracker,
+    pub(crate) sweeper: Sweeper,
 }
 
 impl OnlyonceLayer {
-    /// A layer on this store.
+    /// Starts a layer on this store.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use onlyonce::{Caller, KeyRule, MemoryStore, OnConcurrent, OnlyonceLayer};
+    ///
+    /// let layer = OnlyonceLayer::builder(MemoryStore::new())
+    ///     .namespace("payments")
+    ///     .caller(Caller::header("x-user-id"))
+    ///     .defaults(|rule| rule.timeout(Duration::from_secs(20)))
+    ///     .route("POST /payments", |rule| rule.key(KeyRule::Required))
+    ///     .route("POST,PUT /payments/{id}/refunds", |rule| {
+    ///         rule.endpoint("refunds").on_concurrent(OnConcurrent::Wait).keep(["2xx", "4xx", "!404"])
+    ///     })
+    ///     .build()?;
+    /// # Ok::<(), onlyonce::SettingsError>(())
+    /// ```
+    pub fn builder(store: impl IntoStore) -> Builder<Self> {
+        let store = store.into_store();
+        Builder::new(Config::default(), move |config| Self::new(store, config))
+    }
+
+    /// A layer on this store, for a program that read its configuration from somewhere. In code,
+    /// [`builder`](Self::builder) says the same in fewer words.
     ///
     /// # Errors
     /// Names the setting that cannot be, and what is allowed.
-    pub fn new(store: Arc<dyn Store>, config: Config) -> Result<Self, SettingsError> {
-        let record_grace = config.record_grace;
+    pub fn new(store: impl IntoStore, config: Config) -> Result<Self, SettingsError> {
+        let store = store.into_store();
+        let (record_grace, sweep_every) = (config.record_grace, config.sweep_every);
         let shared = Shared {
             front: Front::new(config)?,
-            engine: Engine::new(store),
+            engine: Engine::new(Arc::clone(&store)),
             record_grace,
             tasks: TaskTracker::new(),
+            sweeper: Sweeper::new(store, sweep_every),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Waits until no guarded work is running, its outcome recorded or its lease ended. For a graceful
-    /// shutdown, after the last request was accepted.
+    /// Waits until no guarded work is running, its outcome recorded or its lease ended, and removes no more
+    /// expired records. For a graceful shutdown, after the last request was accepted.
     pub async fn drained(&self) {
+        self.shared.sweeper.stop();
         self.shared.tasks.close();
         self.shared.tasks.wait().await;
     }

@@ -73,7 +73,10 @@
 mod admit;
 mod answer;
 mod body;
+mod builder;
 pub mod caller;
+#[cfg(feature = "axum")]
+mod extract;
 mod headers;
 pub mod keep;
 mod layer;
@@ -81,21 +84,28 @@ pub mod problem;
 pub mod rules;
 mod service;
 pub mod settings;
+mod sweeper;
 pub mod transactional;
 mod work;
 
 pub use admit::IDEMPOTENCY_KEY;
 pub use body::{BoxError, RequestBody, ResponseBody};
+pub use builder::{Builder, Rule};
 pub use caller::{Caller, CallerError, ResolveCaller};
+#[cfg(feature = "axum")]
+pub use extract::Unguarded;
 pub use headers::{HOP_BY_HOP, IDEMPOTENT_REPLAYED, recorded_headers};
 pub use keep::KeepRules;
 pub use layer::{Config, Execution, Failure, NAMESPACE_DEFAULT, OnlyonceLayer};
+pub use onlyonce_core::{BodyMode, Downstream, IntoStore, Key, Lapse, MemoryStore, Operation, Store};
 pub use rules::Route;
 pub use service::{OnlyonceService, ResponseFuture};
-pub use settings::{Settings, SettingsError};
+pub use settings::{KeyRule, OnConcurrent, Settings, SettingsError};
+pub use sweeper::SWEEP_ROWS_MAX;
 pub use transactional::{TransactionalLayer, Tx};
 
 /// The names of what the layer counts, through the [`metrics`](https://docs.rs/metrics) facade.
 pub mod metric {
+    pub use crate::sweeper::{SWEEP_FAILURES, SWEPT_ROWS};
     pub use crate::work::{CLAIM_ANSWERS, CLAIMS, IN_FLIGHT, LOST_LEASES, RECORD_FAILURES};
 }

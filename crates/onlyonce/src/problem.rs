@@ -97,7 +97,9 @@ impl Code {
         }
     }
 
-    fn title(self) -> &'static str {
+    /// What happened, in a few words that are always the same.
+    #[must_use]
+    pub fn title(self) -> &'static str {
         match self {
             Self::KeyMissing => "An Idempotency-Key is required",
             Self::KeyMalformed => "The Idempotency-Key is malformed",
@@ -159,6 +161,15 @@ impl Problem {
         self
     }
 
+    /// The refusal of a request that must carry a key and does not.
+    pub(crate) fn key_missing() -> Self {
+        Self::new(
+            Code::KeyMissing,
+            "This request must carry an Idempotency-Key header: one fresh value for each operation, the same for each \
+             retry of it.",
+        )
+    }
+
     /// The refusal that the machine decided on.
     pub(crate) fn refused(refusal: Refusal) -> Self {
         match refusal {
@@ -217,6 +228,12 @@ impl Problem {
     #[must_use]
     pub fn differs(&self) -> &[&'static str] {
         &self.differs
+    }
+
+    /// What the work was answered with, under [`Code::ResponseNotKept`].
+    #[must_use]
+    pub fn original_status(&self) -> Option<StatusCode> {
+        self.original_status
     }
 
     /// The response to send.

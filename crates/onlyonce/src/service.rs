@@ -81,6 +81,7 @@ where
     ResB: Body<Data = Bytes> + Send + 'static,
     ResB::Error: Into<BoxError>,
 {
+    shared.sweeper.start();
     let ends_by_closing = ends_by_closing(&request);
     let (admitted, request) = match shared.front.admit(request, guarded).await {
         Ok(admitted) => admitted,

@@ -116,7 +116,7 @@ impl Settings {
     /// # Errors
     /// Names the setting that contradicts another, and what is allowed.
     pub fn check(&self) -> Result<(), SettingsError> {
-        for (name, value) in [
+        check_durations(&[
             ("timeout", self.timeout),
             ("lease", self.lease()),
             ("retention", self.retention),
@@ -124,15 +124,7 @@ impl Settings {
             ("idle_timeout", self.idle_timeout),
             ("wait", self.wait),
             ("stream_after", self.stream_after),
-        ] {
-            if value > DURATION_MAX {
-                return Err(SettingsError::new(name, format!("{value:?} is too long; at most ten years")));
-            }
-            // A copy that waits no time is refused at once, and an answer may be streamed at once.
-            if value.is_zero() && !matches!(name, "wait" | "stream_after") {
-                return Err(SettingsError::new(name, "must be longer than zero"));
-            }
-        }
+        ])?;
         if self.lease() <= self.timeout {
             return Err(SettingsError::new(
                 "lease",
@@ -143,14 +135,32 @@ impl Settings {
                 ),
             ));
         }
-        if self.retention < self.lease() {
-            return Err(SettingsError::new(
-                "retention",
-                format!("{:?} must be at least lease = {:?}", self.retention, self.lease()),
-            ));
-        }
-        Ok(())
+        check_retention(self.retention, self.lease())
     }
+}
+
+/// Checks each duration alone.
+pub(crate) fn check_durations(durations: &[(&'static str, Duration)]) -> Result<(), SettingsError> {
+    for (name, value) in durations {
+        if *value > DURATION_MAX {
+            return Err(SettingsError::new(name, format!("{value:?} is too long; at most ten years")));
+        }
+        // A copy that waits no time is refused at once, an answer may be streamed at once, and a finished one
+        // passed on without a record.
+        if value.is_zero() && !matches!(*name, "wait" | "stream_after" | "record_grace") {
+            return Err(SettingsError::new(name, "must be longer than zero"));
+        }
+    }
+    Ok(())
+}
+
+/// A key must not be forgotten while it is held.
+pub(crate) fn check_retention(retention: Duration, lease: Duration) -> Result<(), SettingsError> {
+    if retention < lease {
+        let reason = format!("{retention:?} must be at least lease = {lease:?}");
+        return Err(SettingsError::new("retention", reason));
+    }
+    Ok(())
 }
 
 /// A setting that cannot be.
@@ -159,16 +169,25 @@ pub struct SettingsError {
     /// The setting's name.
     pub setting: &'static str,
     reason: String,
+    route: Option<String>,
 }
 
 impl SettingsError {
     pub(crate) fn new(setting: &'static str, reason: impl Into<String>) -> Self {
-        Self { setting, reason: reason.into() }
+        Self { setting, reason: reason.into(), route: None }
+    }
+
+    /// The same, in the route with this pattern.
+    pub(crate) fn in_route(self, pattern: &str) -> Self {
+        Self { route: Some(pattern.to_owned()), ..self }
     }
 }
 
 impl fmt::Display for SettingsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(route) = &self.route {
+            write!(f, "in the route {route:?}, ")?;
+        }
         write!(f, "`{}`: {}", self.setting, self.reason)
     }
 }
