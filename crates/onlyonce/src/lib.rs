@@ -75,12 +75,15 @@ mod answer;
 mod body;
 mod builder;
 pub mod caller;
+mod claim;
 #[cfg(feature = "axum")]
 mod extract;
+pub mod function;
 mod headers;
 pub mod keep;
 mod layer;
 pub mod problem;
+mod renewal;
 pub mod rules;
 mod service;
 pub mod settings;
@@ -94,6 +97,7 @@ pub use builder::{Builder, Rule};
 pub use caller::{Caller, CallerError, ResolveCaller};
 #[cfg(feature = "axum")]
 pub use extract::Unguarded;
+pub use function::{Failed, FunctionConfig, Once, Returned, RunError};
 pub use headers::{HOP_BY_HOP, IDEMPOTENT_REPLAYED, recorded_headers};
 pub use keep::KeepRules;
 pub use layer::{Config, Execution, Failure, NAMESPACE_DEFAULT, OnlyonceLayer};
