@@ -278,6 +278,19 @@ async fn the_lease_is_renewed_for_as_long_as_the_work_runs() {
     assert_eq!(app.runs(), 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_failed_is_tried_again_before_the_lease_ends() {
+    let app = App::new();
+    // At 25 s, 31.25 s and 37.5 s.
+    let (faulty, _) = app.over(Fault::Refused, 1..4);
+    let first = tokio::spawn(faulty.take(secs(200)));
+    for _ in 0..19 {
+        sleep(secs(10)).await;
+        assert!(matches!(app.again().await, Err(RunError::InFlight { .. })));
+    }
+    assert_eq!(first.await.unwrap().unwrap(), fresh("run 1", 1));
+}
+
 /// In real time, on a runtime that has other things to do: an idle one may leave its timers to the blocked thread.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn work_that_blocks_its_thread_keeps_its_lease() {
