@@ -15,7 +15,7 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 9] = [
+const RULES: [Rule; 10] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
@@ -26,7 +26,13 @@ const RULES: [Rule; 9] = [
         name: "onlyonce",
         may: &["onlyonce-core"],
         // Itself, with all its features.
-        may_in_tests: &["onlyonce", "onlyonce-conformance"],
+        may_in_tests: &[
+            "onlyonce",
+            "onlyonce-conformance",
+            "onlyonce-postgres",
+            "onlyonce-sqlite",
+            "onlyonce-testkit",
+        ],
         never: &["axum", "sqlx"],
     },
     Rule { name: "onlyonce-conformance", may: &["onlyonce-core"], may_in_tests: &[], never: &["sqlx"] },
@@ -48,6 +54,12 @@ const RULES: [Rule; 9] = [
         may: &["onlyonce-core"],
         may_in_tests: &["onlyonce"],
         never: &["axum", "openssl", "native-tls", "aws-lc-rs"],
+    },
+    Rule {
+        name: "onlyonce-consumer",
+        may: &["onlyonce", "onlyonce-core"],
+        may_in_tests: &["onlyonce-postgres", "onlyonce-sqlite", "onlyonce-testkit"],
+        never: &["axum", "sqlx", "openssl", "native-tls", "aws-lc-rs"],
     },
     Rule {
         name: "onlyonce-cli",
