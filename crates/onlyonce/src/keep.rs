@@ -3,7 +3,8 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
-use http::StatusCode;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, StatusCode};
 
 /// What becomes of a key when its work was answered with some status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +76,12 @@ impl KeepRules {
         }
     }
 
+    /// What becomes of a key that was answered like this. A gRPC answer that failed at its head counts as its
+    /// own status says, since its HTTP status is always 200.
+    pub(crate) fn of_head(&self, status: StatusCode, headers: &HeaderMap) -> Disposition {
+        self.of(grpc_status(headers).unwrap_or(status))
+    }
+
     /// What becomes of a key that was answered with this status.
     #[must_use]
     pub fn of(&self, status: StatusCode) -> Disposition {
@@ -86,6 +93,26 @@ impl KeepRules {
             Disposition::Release
         }
     }
+}
+
+/// The status of a gRPC answer that has no more than a head, as HTTP would say it: by the comments of
+/// `google/rpc/code.proto`, except that a cancelled call says nothing about its work.
+fn grpc_status(headers: &HeaderMap) -> Option<StatusCode> {
+    let is_grpc = headers.get(CONTENT_TYPE)?.as_bytes().starts_with(b"application/grpc");
+    let status = match headers.get("grpc-status").filter(|_| is_grpc)?.as_bytes() {
+        b"0" => StatusCode::OK,
+        b"1" | b"4" => StatusCode::GATEWAY_TIMEOUT,
+        b"3" | b"9" | b"11" => StatusCode::BAD_REQUEST,
+        b"5" => StatusCode::NOT_FOUND,
+        b"6" | b"10" => StatusCode::CONFLICT,
+        b"7" => StatusCode::FORBIDDEN,
+        b"8" => StatusCode::TOO_MANY_REQUESTS,
+        b"12" => StatusCode::NOT_IMPLEMENTED,
+        b"14" => StatusCode::SERVICE_UNAVAILABLE,
+        b"16" => StatusCode::UNAUTHORIZED,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    };
+    Some(status)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,6 +202,8 @@ impl std::error::Error for KeepError {}
 
 #[cfg(test)]
 mod tests {
+    use http::{HeaderName, HeaderValue};
+
     use super::*;
 
     fn of(rules: &KeepRules, status: u16) -> Disposition {
@@ -193,6 +222,30 @@ mod tests {
         for status in [502, 504] {
             assert_eq!(of(&rules, status), Disposition::Unknown, "{status}");
         }
+    }
+
+    #[test]
+    fn a_grpc_answer_counts_as_its_own_status_says() {
+        let of = |content_type: &'static str, status: &'static str| {
+            let headers = [
+                (CONTENT_TYPE, HeaderValue::from_static(content_type)),
+                (HeaderName::from_static("grpc-status"), HeaderValue::from_static(status)),
+            ];
+            KeepRules::default().of_head(StatusCode::OK, &HeaderMap::from_iter(headers))
+        };
+        for (status, expected) in [
+            // OK, INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, FAILED_PRECONDITION, ABORTED
+            (["0", "3", "5", "6", "7", "9", "10"].as_slice(), Disposition::Keep),
+            // UNKNOWN, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED
+            (&["2", "8", "12", "13", "14", "15", "16", "99"], Disposition::Release),
+            // CANCELLED, DEADLINE_EXCEEDED
+            (&["1", "4"], Disposition::Unknown),
+        ] {
+            for status in status {
+                assert_eq!(of("application/grpc+proto", status), expected, "{status}");
+            }
+        }
+        assert_eq!(of("text/plain", "14"), Disposition::Keep, "a header of somebody else");
     }
 
     #[test]

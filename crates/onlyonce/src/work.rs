@@ -202,7 +202,7 @@ impl Job {
             None => {}
         }
         headers::remove_ours(response.headers_mut());
-        match self.admitted.settings.keep.of(response.status()) {
+        match self.admitted.settings.keep.of_head(response.status(), response.headers()) {
             Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
             Disposition::Release => {
                 self.record(std::future::ready(grant), Verdict::Release).await;

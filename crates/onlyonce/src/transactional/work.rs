@@ -314,7 +314,7 @@ impl<T: Transactional> Job<T> {
             return Work::Failed(*failure);
         }
         headers::remove_ours(response.headers_mut());
-        match self.settings.keep.of(response.status()) {
+        match self.settings.keep.of_head(response.status(), response.headers()) {
             Disposition::Keep => gather(response, &self.settings).await.map_or_else(Work::Cut, Work::Kept),
             Disposition::Release | Disposition::Unknown => Work::Passed(response),
         }
