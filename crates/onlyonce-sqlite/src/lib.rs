@@ -26,11 +26,88 @@
 //! read ────▶ readers: two connections, many ids in one statement
 //! ```
 //!
+//! # In the application's own transactions
+//!
+//! The strongest form keeps the claim, the application's writes and the outcome in one transaction: after a
+//! crash there are all of them or none. A transaction spans one file, so the keys live in the application's
+//! own database then, in the tables `onlyonce_idempotency_keys` and `onlyonce_schema_versions`. Nothing else
+//! in the file is touched, its header included.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use onlyonce_core::transact::{ClaimedIn, claim};
+//! use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Outcome, Policy, Transactional};
+//! use onlyonce_sqlite::{SqliteOptions, SqliteStore, SqliteTransactions};
+//! use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePool};
+//!
+//! # type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+//! async fn pay(keys: &SqliteTransactions, order: &str) -> Result<Outcome> {
+//!     let payment = Operation::new("default", "POST /payments", "ann", Key::new(order)?);
+//!     let request = Fingerprint { target: [0; 32], body: [1; 32] };
+//!     let policy = Policy {
+//!         lease: Duration::from_secs(75),
+//!         retention: Duration::from_secs(86_400),
+//!         on_lapse: Lapse::Rerun,
+//!     };
+//!
+//!     let mut transaction = keys.begin(Duration::from_secs(10)).await?;
+//!     match claim(keys, &mut transaction, &payment, request, &policy).await? {
+//!         ClaimedIn::Execute(held) => {
+//!             let booking = sqlx::query("INSERT INTO payments (order_id) VALUES (?)").bind(order.to_owned());
+//!             booking.execute(&mut *transaction).await?;
+//!             let outcome = Outcome { status: 201, head: Default::default(), body: "paid".into() };
+//!             held.complete(keys, &mut transaction, outcome.clone()).await?;
+//!             keys.commit(transaction).await?;
+//!             Ok(outcome)
+//!         }
+//!         ClaimedIn::Replay(outcome) => Ok(outcome),
+//!         ClaimedIn::Refused(refusal) => Err(format!("{refusal:?}").into()),
+//!     } // A transaction that is dropped is rolled back.
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("shop.db");
+//! let shop = SqliteConnectOptions::new()
+//!     .filename(&path)
+//!     .create_if_missing(true)
+//!     .journal_mode(SqliteJournalMode::Wal);
+//! let shop = SqlitePool::connect_with(shop).await?;
+//! sqlx::query("CREATE TABLE payments (order_id TEXT NOT NULL)").execute(&shop).await?;
+//!
+//! let store = SqliteStore::open(&SqliteOptions::file(&path).shared(true)).await?;
+//! let keys = store.transactions(&shop).await?;
+//! let paid = pay(&keys, "order-4711").await?;
+//! // A copy gets the first answer, and nothing is booked twice.
+//! assert_eq!(pay(&keys, "order-4711").await?, paid);
+//! let booked: i64 = sqlx::query_scalar("SELECT count(*) FROM payments").fetch_one(&shop).await?;
+//! assert_eq!(booked, 1);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # }).unwrap();
+//! ```
+//!
+//! What to know about it:
+//!
+//! - **One writer at a time for a file**, whatever the keys. From its `begin` on, a transaction holds up every
+//!   other writer of the file: other executions, which wait in memory until their turn or the end of their
+//!   wait; the application's own writes, which SQLite lets wait for their busy timeout; the store's claims
+//!   with a lease and its sweeps, which wait for [`SqliteOptions::busy_timeout`]. Keep slow calls, to a
+//!   payment provider for example, out of it. Readers wait for nobody.
+//! - What is to be undone with the claim must go through the transaction. A write on another connection from
+//!   inside of it waits for itself and fails, and so does a second `begin`.
+//! - The file needs a write-ahead log; the application sets it, as above. It stays set.
+//! - The transaction runs on a connection of its own beside the application's pool, opened as the pool's are.
+//!   It commits as durably as the store, also if the pool has `synchronous = NORMAL`.
+//! - If the pool attaches further files, SQLite commits each of them, but in a power failure not all together.
+//! - A database in memory cannot be shared: tests take a file in a temporary folder.
+//!
 //! # Durability
 //!
 //! The database keeps a write-ahead log and runs with `synchronous = FULL`: a commit is answered after
 //! an fsync of the log. That covers a power failure as far as the disk honours fsync. Do not put the file
-//! on a network file system: SQLite's locks and shared memory do not work there.
+//! on a network file system: SQLite's locks and shared memory do not work there, so two claims of one key
+//! could both pass.
 //!
 //! # Clock
 //!

@@ -262,6 +262,9 @@ async fn migrate(target: &Target, connection: &mut SqliteConnection) -> Result<M
 async fn migrate_locked(target: &Target, connection: &mut SqliteConnection) -> Result<Migrated, OpenError> {
     let explain = |error| target.explain(error);
     let from = check_version(target, owner(target, connection).await.map_err(explain)?)?;
+    if from == SCHEMA_VERSION {
+        return Ok(Migrated { from, to: from });
+    }
     for migration in &MIGRATIONS[from as usize..] {
         let migration = migration.replace("{keys}", target.sql().table);
         connection.execute(AssertSqlSafe(migration)).await.map_err(explain)?;

@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{connect, execute, operation, running};
+use common::{application, connect, execute, operation, running};
 use onlyonce_core::Store;
 use onlyonce_core::store::Inserted;
 use onlyonce_sqlite::{
@@ -261,4 +261,93 @@ async fn a_strange_name_is_a_name() {
         store.close().await.expect("it closes");
         assert!(path.is_file(), "{name}");
     }
+}
+
+// A file that is shared with an application.
+
+fn shared(path: &Path) -> SqliteOptions {
+    SqliteOptions::file(path).shared(true)
+}
+
+#[tokio::test]
+async fn an_applications_file_is_opened_only_if_it_is_shared() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("application.db");
+    let pool = application::start(&path, 1).await;
+    refused(&SqliteOptions::file(&path), &["application.db", "another application", "shared=true"]).await;
+    assert_eq!(schema_version(&shared(&path)).await.expect("it looks"), None);
+    let migrated = migrate(&shared(&path)).await.expect("it migrates");
+    assert_eq!((migrated.from, migrated.to), (0, SCHEMA_VERSION));
+    assert_eq!(schema_version(&shared(&path)).await.expect("it looks"), Some(SCHEMA_VERSION));
+    let again = migrate(&shared(&path)).await.expect("it migrates");
+    assert_eq!((again.from, again.to), (SCHEMA_VERSION, SCHEMA_VERSION));
+    let url = format!("sqlite:{}?shared=true", path.display());
+    let store = SqliteStore::open(&url.parse().expect("a URL")).await.expect("it opens");
+    assert_eq!(store.facts().await.expect("it reads").schema_version, SCHEMA_VERSION);
+    assert!(matches!(store.insert(&operation("k"), running(1)).await, Ok(Inserted::New(_))));
+    // Still not Onlyonce's.
+    refused(&SqliteOptions::file(&path), &["another application"]).await;
+    drop(pool);
+}
+
+/// Whoever comes first, the store or the application's tables.
+#[tokio::test]
+async fn a_new_file_may_be_shared() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("application.db");
+    let store = SqliteStore::open(&shared(&path)).await.expect("it opens");
+    let facts = store.facts().await.expect("it reads");
+    assert_eq!((facts.journal_mode.as_str(), facts.synchronous), ("wal", 2));
+    let pool = application::start(&path, 1).await;
+    store.transactions(&pool).await.expect("it is the same file");
+    assert_eq!(schema_version(&shared(&path)).await.expect("it looks"), Some(SCHEMA_VERSION));
+}
+
+/// What is refused stays as it is, byte for byte.
+#[tokio::test]
+async fn what_cannot_be_shared_is_left_as_it_is() {
+    let newer = SCHEMA_VERSION + 1;
+    let versions = "PRAGMA journal_mode = WAL; CREATE TABLE onlyonce_schema_versions (version INTEGER)";
+    let newest = format!("{versions}; INSERT INTO onlyonce_schema_versions VALUES (1), ({newer})");
+    let (has, knows) = (format!("version {newer}"), format!("up to {SCHEMA_VERSION}"));
+    for (made, names) in [
+        ("CREATE TABLE accounts (id)", &["no write-ahead log", "`PRAGMA journal_mode = WAL`"][..]),
+        (newest.as_str(), &[has.as_str(), &knows, "newer onlyonce"]),
+        ("PRAGMA journal_mode = WAL; CREATE TABLE onlyonce_idempotency_keys (id)", &["begin with onlyonce_"]),
+        ("PRAGMA application_id = 485359617; PRAGMA user_version = 1", &["one of Onlyonce's own"]),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("application.db");
+        let mut theirs = connect(&path).await;
+        execute(&mut theirs, made).await;
+        theirs.close().await.expect("it closes");
+        let content = || {
+            let mut files = files(folder.path());
+            files.retain(|(name, bytes)| !name.ends_with("-shm") && !bytes.is_empty());
+            files
+        };
+        let before = content();
+        refused(&shared(&path), &[&["application.db"], names].concat()).await;
+        assert_eq!(content(), before, "{made}");
+    }
+    refused(
+        &SqliteOptions::memory().shared(true).allow_volatile(true),
+        &["memory", "shared=true needs a file"],
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn a_shared_table_without_its_unique_id_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("application.db");
+    migrate(&shared(&path)).await.expect("it migrates");
+    let mut by_hand = connect(&path).await;
+    execute(
+        &mut by_hand,
+        "CREATE TABLE copy AS SELECT * FROM onlyonce_idempotency_keys; DROP TABLE onlyonce_idempotency_keys; \
+         ALTER TABLE copy RENAME TO onlyonce_idempotency_keys",
+    )
+    .await;
+    refused(&shared(&path), &["application.db", "onlyonce_idempotency_keys has no unique index on id"]).await;
 }
