@@ -1,14 +1,19 @@
-//! Private Postgres and PgBouncer servers, and a TCP proxy that misbehaves, for tests.
+//! Private Postgres, PgBouncer, RabbitMQ and NATS servers, and a TCP proxy that misbehaves, for tests.
 //!
 //! Servers listen on 127.0.0.1 only, keep their files in a temporary folder, and end with the process that
 //! started them, however that ends. What is missing is installed where that is possible (as root, with
 //! apt-get); otherwise the test fails with the reason. Nothing is ever skipped.
 
+mod nats;
 mod pgbouncer;
 mod postgres;
+mod program;
 mod proxy;
+mod rabbitmq;
 mod system;
 
+pub use nats::Nats;
 pub use pgbouncer::PgBouncer;
 pub use postgres::Postgres;
 pub use proxy::Proxy;
+pub use rabbitmq::RabbitMq;

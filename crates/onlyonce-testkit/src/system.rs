@@ -2,18 +2,21 @@
 
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Once;
+use std::sync::{Mutex, PoisonError};
 
 /// Where packages put Postgres's programs, beside the search path.
 const POSTGRES_FOLDER: &str = "/usr/lib/postgresql";
+
+const BESIDE_POSTGRES: [&str; 3] = ["postgresql", "pgbouncer", "openssl"];
 
 const POSTGRES_PROGRAMS: [&str; 3] = ["initdb", "pg_ctl", "psql"];
 
 /// The folder that has Postgres's programs: of the search path, or else of the newest version.
 pub(crate) fn postgres_folder() -> PathBuf {
-    found_or_installed("pg_ctl", || {
+    found_or_installed("pg_ctl", &BESIDE_POSTGRES, || {
         let mut versions: Vec<(u32, PathBuf)> = fs::read_dir(POSTGRES_FOLDER)
             .into_iter()
             .flatten()
@@ -30,7 +33,7 @@ pub(crate) fn postgres_folder() -> PathBuf {
 }
 
 pub(crate) fn pgbouncer() -> PathBuf {
-    let folder = found_or_installed("pgbouncer", || {
+    let folder = found_or_installed("pgbouncer", &BESIDE_POSTGRES, || {
         in_search_path(&["pgbouncer"])
             .or_else(|| Path::new("/usr/sbin/pgbouncer").exists().then(|| PathBuf::from("/usr/sbin")))
     });
@@ -38,7 +41,28 @@ pub(crate) fn pgbouncer() -> PathBuf {
 }
 
 pub(crate) fn openssl() -> PathBuf {
-    found_or_installed("openssl", || in_search_path(&["openssl"])).join("openssl")
+    found_or_installed("openssl", &BESIDE_POSTGRES, || in_search_path(&["openssl"])).join("openssl")
+}
+
+/// The program that starts a broker as whoever calls it. The one in the search path insists on a user.
+pub(crate) fn rabbitmq_server() -> PathBuf {
+    let program = "rabbitmq-server";
+    let folder = found_or_installed(program, &[program], || {
+        let folder = PathBuf::from("/usr/lib/rabbitmq/bin");
+        has_all(&folder, &[program]).then_some(folder).or_else(|| in_search_path(&[program]))
+    });
+    folder.join(program)
+}
+
+pub(crate) fn nats_server() -> PathBuf {
+    let program = "nats-server";
+    let folder = found_or_installed(program, &[program], || {
+        in_search_path(&[program]).or_else(|| {
+            let folder = PathBuf::from("/usr/sbin");
+            has_all(&folder, &[program]).then_some(folder)
+        })
+    });
+    folder.join(program)
 }
 
 fn in_search_path(programs: &[&str]) -> Option<PathBuf> {
@@ -50,24 +74,52 @@ fn has_all(folder: &Path, programs: &[&str]) -> bool {
     programs.iter().all(|program| folder.join(program).exists())
 }
 
-fn found_or_installed(program: &str, find: impl Fn() -> Option<PathBuf>) -> PathBuf {
-    static INSTALL: Once = Once::new();
+fn found_or_installed(program: &str, packages: &[&str], find: impl Fn() -> Option<PathBuf>) -> PathBuf {
+    // One at a time; whoever waited finds what the first installed.
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(folder) = find() {
         return folder;
     }
     if is_root() {
-        INSTALL.call_once(install);
+        install(packages);
     }
-    find().unwrap_or_else(|| panic!("{program} is missing: apt-get install postgresql pgbouncer openssl"))
+    drop(installing);
+    find().unwrap_or_else(|| panic!("{program} is missing: apt-get install {}", packages.join(" ")))
 }
 
-fn install() {
-    for arguments in
-        [&["update"][..], &["install", "-y", "--no-install-recommends", "postgresql", "pgbouncer", "openssl"]]
-    {
+fn install(packages: &[&str]) {
+    let _quiet = NoServices::begin();
+    let install = [&["install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=300"], packages];
+    for arguments in [&["update"][..], &install.concat()] {
         let mut command = Command::new("apt-get");
         command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
         run(command);
+    }
+}
+
+/// While this lives, an installed package does not start its own server: private ones are all that tests
+/// need, and where there is no init system a start that fails would fail the installation.
+struct NoServices(Option<&'static Path>);
+
+impl NoServices {
+    fn begin() -> Self {
+        let policy = Path::new("/usr/sbin/policy-rc.d");
+        if policy.exists() {
+            return Self(None);
+        }
+        let written = fs::write(policy, "#!/bin/sh\nexit 101\n")
+            .and_then(|()| fs::set_permissions(policy, fs::Permissions::from_mode(0o755)));
+        written.unwrap_or_else(|error| panic!("{}: {error}", policy.display()));
+        Self(Some(policy))
+    }
+}
+
+impl Drop for NoServices {
+    fn drop(&mut self) {
+        if let Some(policy) = self.0 {
+            let _ = fs::remove_file(policy);
+        }
     }
 }
 
@@ -120,8 +172,14 @@ pub(crate) fn write(path: &Path, text: &str) {
 }
 
 pub(crate) fn free_port() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
-    listener.local_addr().expect("an address").port()
+    let [port] = free_ports();
+    port
+}
+
+/// Different ones: they are held until all are known.
+pub(crate) fn free_ports<const N: usize>() -> [u16; N] {
+    let listeners = [(); N].map(|()| TcpListener::bind(("127.0.0.1", 0)).expect("a free port"));
+    listeners.each_ref().map(|listener| listener.local_addr().expect("an address").port())
 }
 
 /// Runs to the end; its output belongs to the panic if it fails.
