@@ -1,7 +1,7 @@
 //! Makes retries safe: the work happens once, and whoever asks again gets the first answer.
 //!
 //! [`OnlyonceLayer`] is a tower layer around any HTTP service. A request that carries an
-//! `Idempotency-Key` is claimed in a [`Store`](onlyonce_core::Store), run on a task of its own, and its
+//! `Idempotency-Key` is claimed in a [`Store`], run on a task of its own, and its
 //! answer recorded; every later request with that key is given the recorded answer. [`Once`] does the same for
 //! any async function.
 //!
