@@ -5,6 +5,7 @@
 mod faults;
 mod open;
 mod sweep;
+mod transact;
 mod writes;
 
 use std::sync::atomic::{AtomicU64, Ordering};
