@@ -7,7 +7,7 @@ use onlyonce_core::record::NewState;
 use onlyonce_core::store::Filter;
 use onlyonce_core::{Fingerprint, Outcome};
 use onlyonce_testkit::Postgres;
-use sqlx::{AssertSqlSafe, Executor, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
 
 use super::*;
 
@@ -102,6 +102,7 @@ async fn every_statement_finds_its_rows_by_an_index_at_a_million_rows() {
         explained += &format!("{name}\n{}\n", lines.join("\n"));
         check_plan(name, &lines);
     }
+    in_a_users_transaction(&server.url(&database), sql).await;
     let before = number(&mut planner, LOOKED_AT).await;
     let started = Instant::now();
     use_it(&store, 1).await;
@@ -113,6 +114,28 @@ async fn every_statement_finds_its_rows_by_an_index_at_a_million_rows() {
     assert!(looked_at < 20_000, "{looked_at} rows were looked at\n{explained}");
     assert!(took < Duration::from_secs(5), "{took:?}\n{explained}");
     look_around(&options, &mut planner).await;
+}
+
+/// In a user's transaction the planner has its own way. It sees the values, as it does with a statement
+/// that is not kept, and the table as large as it is, of which no statistics tell.
+async fn in_a_users_transaction(url: &str, sql: &sql::Sql) {
+    let mut user = PgConnection::connect(url).await.expect("it connects");
+    user.execute("SET plan_cache_mode = force_custom_plan").await.expect("a setting");
+    let id = "decode(lpad(to_hex(500000), 64, '0'), 'hex')";
+    let write = format!("{id}, {id}, {id}, '\\x00', 1, NULL, NULL, 75000, NULL, NULL, NULL, 86400000");
+    for (name, text, values) in [
+        ("claim", &sql.claim, format!("{write}, 'default', 'POST /payments', 'ann', 'k'")),
+        ("take_over", &sql.take_over, format!("{write}, '\\x00'")),
+        ("replace", &sql.replace, format!("{write}, '\\x00'")),
+        ("read", &sql.read, format!("ARRAY[{id}]")),
+    ] {
+        let prepare = format!("PREPARE {name} AS {text}");
+        user.execute(sqlx::raw_sql(AssertSqlSafe(prepare))).await.expect(name);
+        let explain = format!("EXPLAIN (COSTS OFF) EXECUTE {name} ({values})");
+        let rows = user.fetch_all(sqlx::raw_sql(AssertSqlSafe(explain))).await.expect(name);
+        let lines: Vec<String> = rows.iter().map(|row| row.try_get(0).expect("a line")).collect();
+        check_plan(name, &lines);
+    }
 }
 
 /// A million keys, of which the oldest hundred thousand have expired.
