@@ -15,7 +15,7 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 10] = [
+const RULES: [Rule; 11] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
@@ -65,6 +65,12 @@ const RULES: [Rule; 10] = [
         name: "onlyonce-cli",
         may: &["onlyonce", "onlyonce-client", "onlyonce-core", "onlyonce-postgres", "onlyonce-sqlite"],
         may_in_tests: &["onlyonce-conformance", "onlyonce-testkit"],
+        never: &[],
+    },
+    Rule {
+        name: "axum-layer",
+        may: &["onlyonce", "onlyonce-postgres", "onlyonce-sqlite"],
+        may_in_tests: &["onlyonce-testkit"],
         never: &[],
     },
     Rule { name: "xtask", may: &[], may_in_tests: &[], never: &["tokio"] },
@@ -211,8 +217,8 @@ mod tests {
             (("onlyonce-core", "onlyonce", None), "onlyonce-core must not depend on onlyonce"),
             (("onlyonce", "onlyonce-sqlite", None), "onlyonce must not depend on onlyonce-sqlite"),
             (
-                ("onlyonce", "onlyonce-sqlite", Some("dev")),
-                "onlyonce must not depend on onlyonce-sqlite, not even in tests",
+                ("onlyonce-sqlite", "onlyonce", Some("dev")),
+                "onlyonce-sqlite must not depend on onlyonce, not even in tests",
             ),
             (
                 ("onlyonce-sqlite", "onlyonce-conformance", None),
