@@ -176,6 +176,8 @@ impl Journal {
     /// [`JournalError::Refused`] if the file is something else, a newer version's, or its folder is absent.
     pub async fn open(path: impl AsRef<Path>, options: JournalOptions) -> Result<Self, JournalError> {
         let path = path.as_ref().to_path_buf();
+        create_private(&path)?;
+        look(&path).await?;
         let mut connection = connect(&path).await?;
         prepare(&path, &mut connection).await?;
         let connection = Arc::new(Mutex::new(connection));
@@ -616,10 +618,21 @@ fn attempts(error: &Error) -> u32 {
     }
 }
 
+/// Refuses another's database before anything is written to it. What else fails is the writer's to report.
+async fn look(path: &Path) -> Result<(), JournalError> {
+    let options = SqliteConnectOptions::new().filename(path).read_only(true).busy_timeout(BUSY_TIMEOUT);
+    let Ok(mut connection) = options.disable_statement_logging().connect().await else { return Ok(()) };
+    let looked = is_ready(path, &mut connection).await;
+    let _ = connection.close().await;
+    match looked {
+        Err(error @ JournalError::Refused(_)) => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// Race: several processes open a new file at once, and only one may switch it to its log; the busy timeout
 /// does not cover that.
 async fn connect(path: &Path) -> Result<SqliteConnection, JournalError> {
-    create_private(path)?;
     let options = SqliteConnectOptions::new()
         .filename(path)
         .create_if_missing(false)

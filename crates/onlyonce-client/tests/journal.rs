@@ -1,0 +1,417 @@
+//! Intents on disk: what is written before a byte is sent, and what a later process makes of it.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::path::Path;
+use std::time::Duration;
+
+use http::header::AUTHORIZATION;
+use http::{HeaderMap, HeaderValue};
+use onlyonce_client::{
+    Call, Client, Error, Journal, JournalError, JournalOptions, Key, Resumed, Settings, Work, derive,
+};
+use sqlx::{Connection, SqliteConnection};
+use support::{Server, Step, answer, created, quick, refusal, replayed};
+
+struct Desk {
+    folder: tempfile::TempDir,
+}
+
+impl Desk {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.folder.path().join("journal.db")
+    }
+
+    async fn journal(&self) -> Journal {
+        Journal::open(self.path(), JournalOptions::default()).await.unwrap()
+    }
+
+    /// As a new process would have it.
+    async fn client(&self) -> Client {
+        self.client_with(quick(), JournalOptions::default()).await
+    }
+
+    async fn client_with(&self, settings: Settings, options: JournalOptions) -> Client {
+        let journal = Journal::open(self.path(), options).await.unwrap();
+        Client::new(settings).unwrap().with_journal(journal)
+    }
+
+    async fn sql(&self, statement: &'static str) {
+        let mut connection = connect(&self.path()).await;
+        sqlx::query(statement).execute(&mut connection).await.unwrap();
+    }
+
+    /// All that is on disk.
+    fn bytes(&self) -> Vec<u8> {
+        let files = std::fs::read_dir(self.folder.path()).unwrap().map(|file| file.unwrap().path());
+        files.flat_map(|file| std::fs::read(file).unwrap()).collect()
+    }
+}
+
+async fn connect(path: &Path) -> SqliteConnection {
+    SqliteConnection::connect(&format!("sqlite:{}", path.display())).await.unwrap()
+}
+
+fn contains(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|window| window == text.as_bytes())
+}
+
+fn order(client: &Client, server: &Server) -> Call {
+    client.post(server.url()).intent("order-4711").header("x-a", "1").header("x-a", "2").body("amount=10")
+}
+
+/// Leaves an intent behind as a process does that dies while it waits for the answer.
+async fn die_waiting(client: &Client, server: &Server) {
+    let before = server.requests().len();
+    let sending = tokio::spawn(order(client, server).send());
+    while server.requests().len() == before {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sending.abort();
+    assert!(sending.await.unwrap_err().is_cancelled());
+}
+
+fn stall() -> Step {
+    Step::WorkAndStall(Duration::from_secs(60))
+}
+
+#[tokio::test]
+async fn the_same_intent_again_is_the_recorded_answer_without_a_request() {
+    let (desk, server) = (Desk::new(), Server::start([Step::WorkAndDrop, Step::Work(replayed())]));
+    let first = order(&desk.client().await, &server).send().await.unwrap();
+    assert!(!first.receipt.recorded);
+    for _ in 0..2 {
+        let again = order(&desk.client().await, &server).send().await.unwrap();
+        assert!(again.receipt.recorded);
+        assert_eq!((again.status, &again.headers, &again.body), (first.status, &first.headers, &first.body));
+        assert_eq!((again.receipt.key.clone(), again.receipt.attempts), (first.receipt.key.clone(), 2));
+        assert_eq!(again.url().as_str(), server.url());
+    }
+    assert_eq!(server.requests().len(), 2);
+    assert_eq!(server.assert_one_operation(), derive("intent", "order-4711").as_str());
+    let entries = desk.journal().await.entries().await.unwrap();
+    assert_eq!((entries.len(), entries[0].answered.unwrap().1, entries[0].attempts), (1, 201, 2));
+}
+
+#[tokio::test]
+async fn intent_key_and_request_are_on_disk_before_the_first_byte() {
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    let client = desk.client().await;
+    let sending = tokio::spawn(order(&client, &server).send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    // What another process sees while the server has the request and nothing was answered.
+    let mut connection = connect(&desk.path()).await;
+    let (intent, key, body): (String, String, Vec<u8>) =
+        sqlx::query_as("SELECT intent, key, request_body FROM intents")
+            .fetch_one(&mut connection)
+            .await
+            .unwrap();
+    assert_eq!((&*intent, &*body), ("order-4711", &b"amount=10"[..]));
+    assert_eq!(key, server.requests()[0].key());
+    sending.abort();
+}
+
+#[tokio::test]
+async fn resume_sends_what_is_unfinished_with_its_key_and_records_the_answer() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::WorkAndDrop, Step::Work(replayed())]));
+    die_waiting(&desk.client().await, &server).await;
+    let resumed = desk.client().await.resume(&HeaderMap::new()).await.unwrap();
+    let [Resumed { intent, key, outcome: Ok(answer), .. }] = &resumed[..] else { panic!("{resumed:?}") };
+    assert_eq!((&**intent, answer.status.as_u16(), &*answer.body), ("order-4711", 201, &b"paid"[..]));
+    assert_eq!(server.assert_one_operation(), key.as_str(), "the same bytes on the wire, header lines too");
+    assert_eq!(server.requests().len(), 3);
+    // There is nothing more to resume, and the intent has its answer.
+    assert!(desk.client().await.resume(&HeaderMap::new()).await.unwrap().is_empty());
+    assert!(order(&desk.client().await, &server).send().await.unwrap().receipt.recorded);
+    assert_eq!(server.requests().len(), 3);
+}
+
+#[tokio::test]
+async fn the_same_intent_goes_on_where_a_crash_left_it() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
+    let own = Key::new("order 4711").unwrap();
+    let client = desk.client().await;
+    let sending = tokio::spawn(order(&client, &server).key(own.clone()).send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sending.abort();
+    // The key that it was begun with stays its key, also where it is not given again.
+    let answer = order(&desk.client().await, &server).send().await.unwrap();
+    assert_eq!(answer.receipt.key, Some(own));
+    assert_eq!(server.assert_one_operation(), "\"order 4711\"");
+}
+
+#[tokio::test]
+async fn what_is_older_than_the_servers_memory_is_unknown_and_not_sent() {
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    die_waiting(&desk.client().await, &server).await;
+    desk.sql("UPDATE intents SET created_at = created_at - 86400000").await;
+    for _ in 0..2 {
+        let resumed = desk.client().await.resume(&HeaderMap::new()).await.unwrap();
+        let [Resumed { outcome: Err(error @ Error::Unknown { age, .. }), .. }] = &resumed[..] else {
+            panic!("{resumed:?}")
+        };
+        assert!(*age >= Duration::from_secs(86_400));
+        assert_eq!(
+            (error.work(), error.key().unwrap().as_str()),
+            (Work::MayBeDone, &*server.requests()[0].key())
+        );
+        let error = order(&desk.client().await, &server).send().await.unwrap_err();
+        assert!(matches!(error, Error::Unknown { .. }), "{error:?}");
+    }
+    // A clock that was set back hides the age.
+    desk.sql("UPDATE intents SET created_at = created_at + 2 * 86400000").await;
+    let error = order(&desk.client().await, &server).send().await.unwrap_err();
+    assert!(matches!(error, Error::Unknown { .. }), "{error:?}");
+    assert_eq!(server.requests().len(), 1);
+    // The last attempt has to be early enough, not the first.
+    desk.sql("UPDATE intents SET created_at = created_at - 86400000 - 86400000 + 59000").await;
+    let error = order(&desk.client().await, &server).send().await.unwrap_err();
+    assert!(matches!(error, Error::Unknown { .. }), "{error:?}");
+    // Once a person has looked, it is forgotten, and the intent may be begun again.
+    assert!(desk.journal().await.forget("order-4711").await.unwrap());
+    assert!(!desk.journal().await.forget("order-4711").await.unwrap());
+    die_waiting(&desk.client().await, &server).await;
+    assert_eq!(server.requests().len(), 2);
+}
+
+#[tokio::test]
+async fn an_intent_with_another_request_is_an_error_that_says_what_differs() {
+    let (desk, server) = (Desk::new(), Server::start([Step::Work(created())]));
+    let client = desk.client().await;
+    order(&client, &server).send().await.unwrap();
+    let put = client.put(server.url()).intent("order-4711").body("amount=10");
+    for (call, expected) in [
+        (order(&client, &server).body("amount=99"), &["body"][..]),
+        (order(&client, &server).key(Key::new("k").unwrap()), &["key"]),
+        (put, &["method"]),
+        (client.post(format!("{}?a=1", server.url())).intent("order-4711"), &["url", "body"]),
+    ] {
+        let error = call.send().await.unwrap_err();
+        assert_eq!(error.work(), Work::NotDone);
+        let Error::IntentReused { differs, .. } = error else { panic!("{error:?}") };
+        assert_eq!(differs, expected);
+    }
+    // Other header lines are no other request.
+    assert!(order(&client, &server).header("x-trace", "2").send().await.unwrap().receipt.recorded);
+    assert_eq!(server.requests().len(), 1);
+}
+
+#[tokio::test]
+async fn an_answer_that_is_not_the_last_word_is_not_recorded() {
+    // Nothing was done and the request must change: the intent is as if it had never been begun.
+    let withdrawn = [
+        answer("401 Unauthorized", "", ""),
+        refusal("401 Unauthorized", "caller-unverified", ""),
+        refusal("413 Content Too Large", "request-too-large", ""),
+    ];
+    for said in withdrawn {
+        let (desk, server) = (Desk::new(), Server::start([Step::Say(said), Step::Work(created())]));
+        let client = desk.client().await;
+        let _ = order(&client, &server).header("authorization", "old").send().await;
+        assert_eq!(desk.journal().await.entries().await.unwrap(), []);
+        let answer = order(&client, &server).header("authorization", "new").send().await.unwrap();
+        assert!(!answer.receipt.recorded);
+        assert_eq!(server.requests()[1].lines("authorization"), ["new"]);
+        assert_eq!(server.requests()[0].key(), server.requests()[1].key());
+    }
+    // But an attempt before it may have done the work.
+    let denied = Step::Say(answer("401 Unauthorized", "", ""));
+    let (desk, server) = (Desk::new(), Server::start([Step::WorkAndDrop, denied, Step::Work(replayed())]));
+    let client = desk.client().await;
+    assert_eq!(order(&client, &server).send().await.unwrap().status, 401);
+    let entries = desk.journal().await.entries().await.unwrap();
+    assert!(
+        entries[0].answered.is_none() && entries[0].last_error.as_ref().unwrap().contains("401"),
+        "{entries:?}"
+    );
+    assert_eq!(order(&client, &server).send().await.unwrap().status, 201);
+    server.assert_one_operation();
+    // A refusal that leaves the outcome open stays for a person or a later call.
+    let unknown = Step::Say(refusal("409 Conflict", "outcome-unknown", ""));
+    let (desk, server) = (Desk::new(), Server::start([unknown, Step::Work(replayed())]));
+    let client = desk.client().await;
+    assert!(matches!(order(&client, &server).send().await, Err(Error::Refused(_))));
+    assert_eq!(order(&client, &server).send().await.unwrap().status, 201);
+}
+
+#[tokio::test]
+async fn a_lasting_answer_of_any_status_is_recorded() {
+    for status in ["204 No Content", "402 Payment Required", "409 Conflict", "422 No"] {
+        let head = if status.starts_with("204") {
+            format!("HTTP/1.1 {status}\r\n\r\n")
+        } else {
+            answer(status, "", "no")
+        };
+        let (desk, server) = (Desk::new(), Server::start([Step::Work(head)]));
+        let client = desk.client().await;
+        let first = order(&client, &server).send().await.unwrap();
+        let again = order(&client, &server).send().await.unwrap();
+        assert_eq!((again.status, &again.body, again.receipt.recorded), (first.status, &first.body, true));
+        assert_eq!(server.requests().len(), 1, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn several_processes_with_one_intent_at_once_are_one_effect_and_one_answer() {
+    // Each request is answered with other bytes, as by a server that stamps its answers.
+    let script = (0..200).map(|number| Step::Work(answer("201 Created", "", &format!("paid {number}"))));
+    let (desk, server) = (Desk::new(), Server::start(script));
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let client = desk.client().await;
+        for _ in 0..4 {
+            calls.spawn(order(&client, &server).send());
+        }
+    }
+    let answers: std::collections::HashSet<_> =
+        calls.join_all().await.into_iter().map(|answer| answer.unwrap().body).collect();
+    assert_eq!(answers.len(), 1, "the first that is recorded is everybody's: {answers:?}");
+    server.assert_one_operation();
+}
+
+#[tokio::test]
+async fn one_that_was_joined_is_not_withdrawn() {
+    let stall_then_deny = [stall(), Step::Say(answer("401 Unauthorized", "", "")), Step::Work(replayed())];
+    let (desk, server) = (Desk::new(), Server::start(stall_then_deny));
+    let client = desk.client().await;
+    die_waiting(&client, &server).await;
+    // The one who goes on does not know what the first one's attempts did.
+    assert_eq!(order(&client, &server).send().await.unwrap().status, 401);
+    assert_eq!(desk.journal().await.entries().await.unwrap().len(), 1);
+    assert_eq!(order(&client, &server).send().await.unwrap().status, 201);
+    server.assert_one_operation();
+}
+
+#[tokio::test]
+async fn a_journal_that_is_full_says_so_and_sends_nothing() {
+    let mut few = JournalOptions::default();
+    few.intents_max = 2;
+    let mut small = JournalOptions::default();
+    small.bytes_max = 2_000;
+    for (options, body) in [(few, "amount=10".to_owned()), (small, "x".repeat(800))] {
+        let (desk, server) = (Desk::new(), Server::start([Step::Work(created())]));
+        let client = desk.client_with(quick(), options.clone()).await;
+        let send = |intent: &'static str| client.post(server.url()).intent(intent).body(body.clone()).send();
+        send("1").await.unwrap();
+        send("2").await.unwrap();
+        let error = send("3").await.unwrap_err();
+        assert!(matches!(error, Error::Journal(JournalError::Full { intents: 2, .. })), "{error:?}");
+        assert_eq!(error.work(), Work::NotDone);
+        assert!(send("1").await.unwrap().receipt.recorded, "what is in it is still there");
+        assert_eq!(server.requests().len(), 2);
+        // Old answers make room, by themselves.
+        desk.sql("UPDATE intents SET answered_at = answered_at - 31 * 86400000 WHERE intent = '1'").await;
+        send("3").await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn old_answers_are_purged_and_unfinished_intents_never() {
+    let (desk, server) =
+        (Desk::new(), Server::start([Step::Work(created()), Step::Work(created()), stall()]));
+    let client = desk.client().await;
+    for intent in ["old", "new"] {
+        client.post(server.url()).intent(intent).send().await.unwrap();
+    }
+    die_waiting(&client, &server).await;
+    desk.sql("UPDATE intents SET answered_at = answered_at - 30 * 86400000 WHERE intent = 'old'").await;
+    desk.sql("UPDATE intents SET created_at = 0 WHERE intent = 'order-4711'").await;
+    assert_eq!(client_intents(&desk).await, ["new", "order-4711"], "opening it purges it");
+    assert_eq!(desk.journal().await.purge().await.unwrap(), 0);
+}
+
+async fn client_intents(desk: &Desk) -> Vec<String> {
+    desk.journal().await.entries().await.unwrap().into_iter().map(|entry| entry.intent).collect()
+}
+
+#[tokio::test]
+async fn headers_that_are_kept_out_are_not_on_disk_and_wanted_again() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
+    let mut options = JournalOptions::default();
+    options.keep_out = vec![AUTHORIZATION];
+    let client = desk.client_with(quick(), options.clone()).await;
+    let call = order(&client, &server).header("authorization", "Bearer secret-1");
+    let sending = tokio::spawn(call.send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sending.abort();
+    assert!(!contains(&desk.bytes(), "secret-1"));
+    assert!(contains(&desk.bytes(), "amount=10"), "the search finds what is there");
+    let resumed = client.resume(&HeaderMap::new()).await.unwrap();
+    let [Resumed { outcome: Err(error), .. }] = &resumed[..] else { panic!("{resumed:?}") };
+    assert!(error.to_string().contains("authorization"), "{error}");
+    assert_eq!(server.requests().len(), 1);
+    let again: HeaderMap =
+        [(AUTHORIZATION, HeaderValue::from_static("Bearer secret-1"))].into_iter().collect();
+    client.resume(&again).await.unwrap()[0].outcome.as_ref().unwrap();
+    assert_eq!(server.requests()[1].lines("authorization"), ["Bearer secret-1"]);
+    let keys = server.requests().iter().map(support::Request::key).collect::<std::collections::HashSet<_>>();
+    assert_eq!(keys.len(), 1);
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn the_file_is_its_owners_and_credentials_leave_it_with_the_answer() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let (desk, server) = (Desk::new(), Server::start([Step::Work(created())]));
+    let client = desk.client().await;
+    order(&client, &server).header("authorization", "Bearer secret-2").send().await.unwrap();
+    for file in std::fs::read_dir(desk.folder.path()).unwrap() {
+        let file = file.unwrap();
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{file:?}");
+    }
+    let mut connection = connect(&desk.path()).await;
+    sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.unwrap();
+    assert!(!contains(&desk.bytes(), "secret-2"));
+}
+
+#[tokio::test]
+async fn a_file_that_is_no_journal_is_refused_and_left_alone() {
+    let desk = Desk::new();
+    std::fs::write(desk.path(), "notes, not a database, and long enough to be read as one".repeat(40))
+        .unwrap();
+    let before = desk.bytes();
+    let opened = Journal::open(desk.path(), JournalOptions::default()).await;
+    assert!(matches!(opened, Err(JournalError::Refused(_))), "{opened:?}");
+    assert_eq!(desk.bytes(), before);
+
+    let desk = Desk::new();
+    std::fs::write(desk.path(), "").unwrap();
+    desk.sql("CREATE TABLE theirs (a)").await;
+    let before = desk.bytes();
+    let opened = Journal::open(desk.path(), JournalOptions::default()).await;
+    assert!(matches!(opened, Err(JournalError::Refused(_))), "{opened:?}");
+
+    assert_eq!(desk.bytes(), before);
+
+    let desk = Desk::new();
+    drop(desk.journal().await);
+    desk.sql("PRAGMA user_version = 2").await;
+    let opened = Journal::open(desk.path(), JournalOptions::default()).await;
+    assert!(matches!(opened, Err(JournalError::Refused(_))), "{opened:?}");
+
+    let nowhere = desk.folder.path().join("absent/journal.db");
+    assert!(matches!(Journal::open(nowhere, JournalOptions::default()).await, Err(JournalError::Refused(_))));
+}
+
+#[tokio::test]
+async fn many_processes_open_a_new_journal_at_once() {
+    let desk = Desk::new();
+    let mut opening = tokio::task::JoinSet::new();
+    for _ in 0..16 {
+        let path = desk.path();
+        opening.spawn(async move { Journal::open(path, JournalOptions::default()).await });
+    }
+    assert!(opening.join_all().await.iter().all(Result::is_ok));
+}
