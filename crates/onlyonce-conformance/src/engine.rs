@@ -110,6 +110,29 @@ pub async fn a_release_frees_the_key(harness: &dyn Harness) {
     assert_eq!(execute(&engine, &operation("k"), &STEADY).await.attempt(), 1);
 }
 
+/// An attempt that did nothing and is to be made again frees its key at once, and counts. One that was lost to
+/// another holder by then frees nothing.
+pub async fn an_attempt_to_be_made_again_counts(harness: &dyn Harness) {
+    let (store, payment) = (harness.store().await, operation("k"));
+    let engine = Engine::new(Arc::clone(&store));
+    for attempt in 1..=3 {
+        let grant = execute(&engine, &payment, &STEADY).await;
+        assert_eq!(grant.attempt(), attempt);
+        assert_eq!(finish(grant, Verdict::Again).await, Finished::Written);
+    }
+    let hold = Policy { on_lapse: Lapse::Hold, ..STEADY };
+    let held = claim(&engine, &payment, &hold).await;
+    assert!(matches!(held, Claimed::Refused(Refusal::Unknown)), "{held:?}");
+    let stale = execute(&engine, &payment, &BRIEF).await;
+    harness.pass(LEASE_SHORT * 2).await;
+    let successor = execute(&engine, &payment, &STEADY).await;
+    assert_eq!(finish(stale, Verdict::Again).await, Finished::LeaseLost);
+    let in_flight = claim(&engine, &payment, &STEADY).await;
+    assert!(matches!(in_flight, Claimed::Refused(Refusal::InFlight { .. })), "{in_flight:?}");
+    assert_eq!(finish(successor, Verdict::Keep(outcome("paid"))).await, Finished::Written);
+    assert_eq!(replayed(&engine, &payment).await, outcome("paid"));
+}
+
 /// When nobody knows whether the work happened the key stays held.
 pub async fn a_grant_left_alone_stays_held(harness: &dyn Harness) {
     let engine = Engine::new(harness.store().await);

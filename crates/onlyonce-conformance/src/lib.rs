@@ -149,6 +149,7 @@ macro_rules! suite {
                 one_claim_takes_over
                 a_replay_is_the_outcome_byte_for_byte
                 a_release_frees_the_key
+                an_attempt_to_be_made_again_counts
                 a_grant_left_alone_stays_held
                 a_taken_over_holder_loses_its_lease
                 a_late_holder_finishes_if_nobody_took_over
@@ -210,6 +211,9 @@ macro_rules! transact_suite {
                 times_count_from_the_writes
                 an_insert_and_a_replace_compare
                 a_transaction_without_a_claim_commits
+                an_opened_transaction_commits_or_leaves_nothing
+                a_grant_is_completed_beside_its_work
+                a_stale_grant_completes_nothing
                 a_dropped_begin_leaves_no_transaction
                 a_dropped_claim_leaves_nothing;
         }

@@ -11,8 +11,8 @@ use onlyonce_core::record::{NewState, State};
 use onlyonce_core::store::{Inserted, Replaced};
 use onlyonce_core::transact::{ClaimedIn, Held, claim};
 use onlyonce_core::{
-    Claimed, Engine, Fingerprint, Lapse, Operation, Outcome, Policy, Refusal, StoreErrorKind,
-    TransactionError, Transactional, Verdict, Write,
+    Claimed, Engine, Fingerprint, Finished, Grant, Lapse, Operation, Outcome, Policy, Refusal,
+    StoreErrorKind, TransactionError, Transactional, Verdict, Write,
 };
 use tokio::sync::Barrier;
 use tokio::task::{JoinHandle, JoinSet};
@@ -28,6 +28,9 @@ const PATIENT: Duration = Duration::from_secs(60);
 
 /// Long enough for a waiting claim to have arrived where it waits.
 const A_MOMENT: Duration = Duration::from_millis(300);
+
+/// Short enough to wait for, and long enough for a claim on a busy machine.
+const LEASE_SHORT: Duration = Duration::from_millis(500);
 
 type Asked<S> = Result<(<S as Transactional>::Transaction, ClaimedIn), TransactionError>;
 
@@ -84,6 +87,14 @@ async fn waiting<S: Transactional + Clone>(
     sleep(A_MOMENT).await;
     assert!(!asking.is_finished(), "the claim did not wait");
     asking
+}
+
+async fn execute_with_lease<S: Transactional>(store: &S, payment: &Operation, policy: &Policy) -> Grant {
+    let claimed = Engine::new(store.store()).claim(payment, FINGERPRINT, policy).await;
+    match claimed.expect("the store answers") {
+        Claimed::Execute(grant) => grant,
+        refused => panic!("the key should be free: {refused:?}"),
+    }
 }
 
 fn lapsed() -> Write {
@@ -409,6 +420,75 @@ pub async fn a_transaction_without_a_claim_commits(harness: &impl TransactHarnes
     harness.note(&mut transaction, "effect").await;
     store.commit(transaction).await.expect("it commits");
     assert_eq!(harness.notes().await, ["effect"]);
+}
+
+/// A transaction that claims no key is its user's like any other.
+pub async fn an_opened_transaction_commits_or_leaves_nothing(harness: &impl TransactHarness) {
+    let store = harness.store().await;
+    for (line, ends) in [("committed", 0), ("rolled back", 1), ("dropped", 2)] {
+        let mut transaction = store.open().await.expect("it opens");
+        harness.note(&mut transaction, line).await;
+        match ends {
+            0 => store.commit(transaction).await.expect("it commits"),
+            1 => store.roll_back(transaction).await,
+            _ => drop(transaction),
+        }
+    }
+    assert_eq!(harness.notes().await, ["committed"]);
+}
+
+/// A grant is completed beside the work of the transaction, and both are there for everyone or neither is.
+pub async fn a_grant_is_completed_beside_its_work(harness: &impl TransactHarness) {
+    let (store, other, payment) = (harness.store().await, harness.other().await, operation("k"));
+    let mut grant = execute_with_lease(&store, &payment, &POLICY).await;
+    // Undone with its transaction, it is as if it had not been tried.
+    for _ in 0..2 {
+        let mut transaction = store.open().await.expect("it opens");
+        harness.note(&mut transaction, "undone").await;
+        let completed = grant.complete_in(&store, &mut transaction, outcome("undone")).await;
+        assert_eq!(completed.expect("the store answers"), Finished::Written);
+        let seen = record(&*other.store(), payment.id()).await;
+        assert!(matches!(seen.state, State::Running { .. }), "seen before the commit: {seen:?}");
+        store.roll_back(transaction).await;
+        assert!(grant.renew().await.expect("the store answers"), "the grant is still held");
+    }
+    let mut transaction = store.open().await.expect("it opens");
+    harness.note(&mut transaction, "effect").await;
+    let completed = grant.complete_in(&store, &mut transaction, outcome("paid")).await;
+    assert_eq!(completed.expect("the store answers"), Finished::Written);
+    store.commit(transaction).await.expect("it commits");
+    assert_eq!(harness.notes().await, ["effect"]);
+    for store in [&store, &other] {
+        assert_eq!(replayed(store, &payment).await, outcome("paid"));
+    }
+    // What is done stays done, whatever its holder tries afterwards.
+    let ended = grant.finish(Verdict::Again).await.expect("the store answers");
+    assert_eq!(ended, Finished::LeaseLost);
+    assert_eq!(replayed(&store, &payment).await, outcome("paid"));
+}
+
+/// A grant that was lost to another holder, whether that one is at it or has finished, completes nothing.
+pub async fn a_stale_grant_completes_nothing(harness: &impl TransactHarness) {
+    let (store, other) = (harness.store().await, harness.other().await);
+    for successor_finishes in [false, true] {
+        let payment = operation(if successor_finishes { "finished" } else { "held" });
+        let brief = Policy { lease: LEASE_SHORT, ..POLICY };
+        let mut stale = execute_with_lease(&store, &payment, &brief).await;
+        harness.pass(LEASE_SHORT * 2).await;
+        let successor = execute_with_lease(&other, &payment, &POLICY).await;
+        assert_eq!((stale.attempt(), successor.attempt()), (1, 2));
+        if successor_finishes {
+            let kept = successor.finish(Verdict::Keep(outcome("successor"))).await;
+            assert_eq!(kept.expect("the store answers"), Finished::Written);
+        }
+        let before = record(&*store.store(), payment.id()).await;
+        let mut transaction = store.open().await.expect("it opens");
+        let completed = stale.complete_in(&store, &mut transaction, outcome("stale")).await;
+        assert_eq!(completed.expect("the store answers"), Finished::LeaseLost);
+        // Even if its user does not look.
+        store.commit(transaction).await.expect("it commits");
+        assert_eq!(record(&*store.store(), payment.id()).await, before);
+    }
 }
 
 /// Whoever leaves while a transaction is being opened, at whatever point, leaves none open: the next ones

@@ -45,6 +45,10 @@ pub trait Transactional: Send + Sync + 'static {
     /// lock, on the store's clock; what the user does afterwards runs under the user's own settings.
     async fn begin(&self, wait: Duration) -> Result<Self::Transaction, TransactionError>;
 
+    /// Opens a transaction for writing in which no key is claimed: from the start it runs under the user's own
+    /// settings. Where only one can write at a time, it waits for its turn until it is dropped.
+    async fn open(&self) -> Result<Self::Transaction, TransactionError>;
+
     /// As [`Store::insert`], inside the transaction. If another open transaction has inserted the same id, it
     /// waits for that one's end, and then sees what was committed.
     async fn insert(

@@ -175,6 +175,11 @@ pub(crate) fn begin(wait: Duration, allow_volatile: bool) -> String {
     format!("SELECT {}{set}{}; BEGIN", keep.join(", "), durable(allow_volatile))
 }
 
+/// Opens a transaction of the user's pool under its own settings, for whoever claims no key in it.
+pub(crate) fn open(allow_volatile: bool) -> String {
+    format!("SELECT{}; BEGIN", durable(allow_volatile))
+}
+
 /// Longer than anybody waits, and well within what the server can count.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(86_400);
 

@@ -145,15 +145,11 @@ impl Transactional for PostgresTransactions {
     }
 
     async fn begin(&self, wait: Duration) -> Result<Self::Transaction, TransactionError> {
-        let (pool, begin) = (self.pool.clone(), sql::begin(wait, self.target.allow_volatile));
-        let beginning = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(begin)).await });
-        let doing = "begin a transaction";
-        match timeout(CALL_TIME_MAX, beginning).await {
-            Ok(Ok(Ok(transaction))) => Ok(transaction),
-            Ok(Ok(Err(error))) => Err(failed(doing, &error)),
-            Ok(Err(error)) => Err(lost(StoreErrorKind::Unavailable, doing, error.to_string())),
-            Err(_) => Err(lost(StoreErrorKind::Unavailable, doing, late())),
-        }
+        self.begin_with(sql::begin(wait, self.target.allow_volatile)).await
+    }
+
+    async fn open(&self) -> Result<Self::Transaction, TransactionError> {
+        self.begin_with(sql::open(self.target.allow_volatile)).await
     }
 
     async fn insert(
@@ -217,6 +213,18 @@ impl Transactional for PostgresTransactions {
 }
 
 impl PostgresTransactions {
+    async fn begin_with(&self, begin: String) -> Result<Transaction<'static, Postgres>, TransactionError> {
+        let pool = self.pool.clone();
+        let beginning = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(begin)).await });
+        let doing = "begin a transaction";
+        match timeout(CALL_TIME_MAX, beginning).await {
+            Ok(Ok(Ok(transaction))) => Ok(transaction),
+            Ok(Ok(Err(error))) => Err(failed(doing, &error)),
+            Ok(Err(error)) => Err(lost(StoreErrorKind::Unavailable, doing, error.to_string())),
+            Err(_) => Err(lost(StoreErrorKind::Unavailable, doing, late())),
+        }
+    }
+
     /// A statement that waits for nobody. The time is for a server that is gone.
     async fn in_time(
         &self,

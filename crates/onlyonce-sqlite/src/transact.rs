@@ -113,6 +113,10 @@ impl Transactional for SqliteTransactions {
         })
     }
 
+    async fn open(&self) -> Result<Self::Transaction, TransactionError> {
+        self.begin(Duration::MAX).await
+    }
+
     async fn insert(
         &self,
         transaction: &mut Self::Transaction,
