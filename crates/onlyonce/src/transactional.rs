@@ -52,11 +52,13 @@ use onlyonce_core::Transactional;
 use tokio_util::task::TaskTracker;
 use tower_layer::Layer;
 
-use crate::admit::Front;
-use crate::layer::Config;
-use crate::settings::SettingsError;
 #[cfg(doc)]
-use crate::{Execution, Settings};
+use crate::Execution;
+use crate::admit::Front;
+use crate::builder::Builder;
+use crate::layer::Config;
+use crate::settings::{OnConcurrent, Settings, SettingsError};
+use crate::sweeper::Sweeper;
 use queue::Queue;
 
 pub use service::TransactionalService;
@@ -77,17 +79,28 @@ pub(crate) struct Shared<T> {
     pub(crate) queue: Arc<Queue>,
     pub(crate) record_grace: Duration,
     pub(crate) tasks: TaskTracker,
+    pub(crate) sweeper: Sweeper,
 }
 
 impl<T: Transactional> TransactionalLayer<T> {
-    /// A layer on this store. Copies wait where [`Settings::on_concurrent`] says so.
+    /// Says in code what is to be set; see [`Builder`]. Unlike those of [`OnlyonceLayer`], copies wait unless it
+    /// says otherwise.
+    ///
+    /// [`OnlyonceLayer`]: crate::OnlyonceLayer
+    pub fn builder(store: T) -> Builder<Self> {
+        let defaults = Settings { on_concurrent: OnConcurrent::Wait, ..Settings::default() };
+        Builder::new(Config { defaults, ..Config::default() }, |config| Self::new(store, config))
+    }
+
+    /// A layer on this store. [`builder`](Self::builder) says the same in fewer words.
     ///
     /// # Errors
     /// Names the setting that cannot be, and what is allowed.
     pub fn new(store: T, config: Config) -> Result<Self, SettingsError> {
-        let record_grace = config.record_grace;
+        let (record_grace, sweep_every) = (config.record_grace, config.sweep_every);
         let shared = Shared {
             front: Front::new(config)?,
+            sweeper: Sweeper::new(store.store(), sweep_every),
             store,
             queue: Arc::default(),
             record_grace,
@@ -106,8 +119,10 @@ impl<T: Transactional> TransactionalLayer<T> {
         self
     }
 
-    /// Waits until no work is running. For a graceful shutdown, after the last request was accepted.
+    /// Waits until no work is running, and stops the sweeper. For a graceful shutdown, after the last request
+    /// was accepted.
     pub async fn drained(&self) {
+        self.shared.sweeper.stop();
         self.shared.tasks.close();
         self.shared.tasks.wait().await;
     }

@@ -91,6 +91,7 @@ where
     ResB::Error: Into<BoxError>,
 {
     let shared = Arc::clone(&job.shared);
+    shared.sweeper.start();
     let read = match guarded {
         Some(guarded) => shared.front.admit(request, guarded).await.map(|(admitted, request)| {
             job.admitted = Some(admitted);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod crash;
 mod shop;
 
 use std::time::Duration;
