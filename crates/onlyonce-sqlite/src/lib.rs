@@ -96,6 +96,8 @@
 //!   payment provider for example, out of it. Readers wait for nobody.
 //! - What is to be undone with the claim must go through the transaction. A write on another connection from
 //!   inside of it waits for itself and fails, and so does a second `begin`.
+//! - Some failures undo the whole transaction at once: `OR ROLLBACK`, `RAISE(ROLLBACK)`, a full disk. What is
+//!   written after one of them commits on its own, without the key; so leave at the first error.
 //! - The file needs a write-ahead log; the application sets it, as above. It stays set.
 //! - The transaction runs on a connection of its own beside the application's pool, opened as the pool's are.
 //!   It commits as durably as the store, also if the pool has `synchronous = NORMAL`.
