@@ -8,19 +8,19 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Response, response};
 use http_body::{Body, Frame};
 use http_body_util::BodyExt;
-use onlyonce_core::{Grant, Recorded, StoreError, Verdict, outcome};
+use onlyonce_core::{Grant, Recorded, Verdict, outcome};
 use tokio::time::{Instant, sleep_until};
 use tracing::{Instrument, debug, warn};
 
 use crate::body::{BoxError, Collected, PAUSED, Relay, ResponseBody};
 use crate::headers;
 use crate::problem::Code;
+use crate::renewal::{Renewal, at};
 use crate::settings::Settings;
 use crate::work::{Job, Reply};
 
@@ -29,8 +29,7 @@ pub(crate) struct Answer<ResB, E> {
     head: response::Parts,
     body: Pin<Box<ResB>>,
     caller: CallerSide<ResB, E>,
-    held: Held,
-    renew_at: Option<Instant>,
+    renewal: Renewal,
     /// What has arrived, and how many bytes of it were passed on.
     collected: Collected,
     bytes_passed: usize,
@@ -52,21 +51,13 @@ enum CallerSide<ResB, E> {
     },
 }
 
-/// The grant, or the renewal that has it in hand: a slow store must not hold up the answer.
-enum Held {
-    Grant(Grant),
-    Renewing(Pin<Box<dyn Future<Output = Renewed> + Send>>),
-}
-
-type Renewed = (Grant, Result<bool, StoreError>);
-
 enum Event {
     Frame(Frame<Bytes>),
     End,
     Failed(BoxError),
     Idle,
-    RenewDue,
-    Renewed(Renewed),
+    /// The lease was renewed, or is about to be.
+    Renewal,
     StreamDue,
     HungUp,
     GivenUp,
@@ -96,8 +87,7 @@ where
                 Some(reply) => CallerSide::Waiting { reply, stream_at },
                 None => CallerSide::Gone { until: now + lease },
             },
-            renew_at: Some(renew_at(&grant, lease)),
-            held: Held::Grant(grant),
+            renewal: job.renewal(grant),
             collected: Collected::default(),
             bytes_passed: 0,
             content_length: headers::content_length(&head.headers),
@@ -131,8 +121,7 @@ where
                 Event::End => return self.kept().await,
                 Event::Failed(error) => return self.cut(Code::UpstreamLost, error),
                 Event::Idle => return self.cut(Code::UpstreamTimeout, PAUSED.into()),
-                Event::RenewDue => self.renew(),
-                Event::Renewed(renewed) => self.renewed(renewed),
+                Event::Renewal => {}
                 Event::StreamDue => self.show_beginning(),
                 Event::HungUp => {
                     self.caller =
@@ -169,7 +158,7 @@ where
                 None => Event::End,
             },
             event = left(&mut self.caller) => event,
-            event = renewal(&mut self.held, self.renew_at) => event,
+            () = self.renewal.step() => Event::Renewal,
             () = at(stream_at) => Event::StreamDue,
             () = sleep_until(self.idle_at) => Event::Idle,
         }
@@ -184,7 +173,7 @@ where
             body: body.clone(),
             trailers: self.trailers.clone(),
         });
-        self.job.record(self.held.settled(), Verdict::Keep(recorded.encode())).await;
+        self.job.record(self.renewal, Verdict::Keep(recorded.encode())).await;
         match self.caller {
             CallerSide::Waiting { reply, .. } => {
                 headers::announce(&mut self.head.headers, &self.trailers);
@@ -206,7 +195,7 @@ where
     /// has arrived.
     async fn mark(self) -> Unkept<ResB> {
         let mark = Recorded::NotKept { status: self.head.status };
-        self.job.record(self.held.settled(), Verdict::Keep(mark.encode())).await;
+        self.job.record(self.renewal, Verdict::Keep(mark.encode())).await;
         let (relay, until) = match self.caller {
             CallerSide::Waiting { reply, .. } => {
                 let (relay, body) = ResponseBody::relayed();
@@ -232,10 +221,7 @@ where
     /// The answer was lost halfway: the key is left to its lease.
     fn cut(self, code: Code, error: BoxError) {
         debug!(operation = %self.job.admitted.operation.id(), %error, "the answer was lost halfway");
-        let lease_ends = match &self.held {
-            Held::Grant(grant) => grant.lease_ends(),
-            Held::Renewing(_) => Instant::now() + self.job.admitted.settings.lease(),
-        };
+        let lease_ends = self.renewal.lease_ends();
         match self.caller {
             CallerSide::Waiting { reply, .. } => {
                 self.job.send(&mut Some(reply), self.job.unknown(code, lease_ends));
@@ -264,35 +250,6 @@ where
             self.bytes_passed += data.len();
             relay.pass_data(data);
         }
-    }
-
-    fn renew(&mut self) {
-        // Replaced at once; the placeholder is never polled.
-        let held = std::mem::replace(&mut self.held, Held::Renewing(Box::pin(std::future::pending())));
-        self.held = match held {
-            Held::Grant(mut grant) => Held::Renewing(Box::pin(async move {
-                let renewed = grant.renew().await;
-                (grant, renewed)
-            })),
-            renewing @ Held::Renewing(_) => renewing,
-        };
-    }
-
-    fn renewed(&mut self, (grant, renewed): Renewed) {
-        let lease = self.job.admitted.settings.lease();
-        let operation = self.job.admitted.operation.id();
-        self.renew_at = match renewed {
-            Ok(true) => Some(renew_at(&grant, lease)),
-            Ok(false) => {
-                warn!(%operation, "the lease was lost while the answer was still coming");
-                None
-            }
-            Err(error) => {
-                warn!(%operation, %error, "the lease could not be renewed");
-                Some(Instant::now() + lease / RENEW_AGAIN_AFTER)
-            }
-        };
-        self.held = Held::Grant(grant);
     }
 }
 
@@ -337,38 +294,6 @@ where
     }
 }
 
-/// The lease is renewed after this part of it, so that there is time to try again.
-const RENEW_AFTER: u32 = 3;
-
-/// And after this part of it if that failed.
-const RENEW_AGAIN_AFTER: u32 = 12;
-
-impl Held {
-    /// The grant, after the renewal that may have it in hand.
-    async fn settled(self) -> Grant {
-        match self {
-            Self::Grant(grant) => grant,
-            Self::Renewing(renewing) => renewing.await.0,
-        }
-    }
-}
-
-/// When the first third of the lease is over. An answer whose head took longer is renewed at once.
-fn renew_at(grant: &Grant, lease: Duration) -> Instant {
-    let left_over = lease - lease / RENEW_AFTER;
-    grant.lease_ends().checked_sub(left_over).unwrap_or_else(Instant::now)
-}
-
-async fn renewal(held: &mut Held, due: Option<Instant>) -> Event {
-    match held {
-        Held::Grant(_) => {
-            at(due).await;
-            Event::RenewDue
-        }
-        Held::Renewing(renewing) => Event::Renewed(renewing.await),
-    }
-}
-
 async fn left<ResB, E>(caller: &mut CallerSide<ResB, E>) -> Event {
     match caller {
         CallerSide::Waiting { reply, .. } => reply.closed().await,
@@ -385,14 +310,6 @@ async fn left<ResB, E>(caller: &mut CallerSide<ResB, E>) -> Event {
 async fn closed(relay: Option<&Relay>) {
     match relay {
         Some(relay) => relay.closed().await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Never, if there is no such moment.
-async fn at(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => sleep_until(moment).await,
         None => std::future::pending().await,
     }
 }

@@ -8,8 +8,9 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::work::claimed;
 
-const WAIT_FIRST: Duration = Duration::from_millis(10);
-const WAIT_CEILING: Duration = Duration::from_millis(200);
+/// The pauses between two looks at a key that somebody holds.
+pub(crate) const WAIT_FIRST: Duration = Duration::from_millis(10);
+pub(crate) const WAIT_CEILING: Duration = Duration::from_millis(200);
 
 /// Claims the key, again and again while another holds it, but for no longer than `wait`. `None` if the caller
 /// `left` meanwhile.

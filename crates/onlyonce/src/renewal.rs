@@ -59,6 +59,17 @@ impl Renewal {
         }
     }
 
+    /// The grant, after the renewal that may have it in hand. It is not renewed until the work goes on.
+    pub(crate) async fn settled(&mut self) -> &mut Grant {
+        while let Held::Renewing(_) = self.held {
+            self.step().await;
+        }
+        match &mut self.held {
+            Held::Grant(grant) => grant,
+            Held::Renewing(_) => unreachable!("it was settled"),
+        }
+    }
+
     /// Ends the grant, after the renewal that may have it in hand. `None` if the store did not take it before the
     /// lease ended.
     pub(crate) async fn finish(self, verdict: Verdict) -> Option<Finished> {
@@ -83,7 +94,7 @@ impl Renewal {
     }
 
     /// Waits for what comes next and does it. Dropped while it waits, it has done nothing.
-    async fn step(&mut self) {
+    pub(crate) async fn step(&mut self) {
         match &mut self.held {
             Held::Grant(_) => {
                 at(self.due).await;
@@ -132,7 +143,7 @@ fn due(grant: &Grant, lease: Duration) -> Instant {
 }
 
 /// Never, if there is no such moment.
-async fn at(moment: Option<Instant>) {
+pub(crate) async fn at(moment: Option<Instant>) {
     match moment {
         Some(moment) => sleep_until(moment).await,
         None => std::future::pending().await,

@@ -16,8 +16,7 @@ use futures_util::FutureExt;
 use http::{Request, Response};
 use http_body::Body;
 use metrics::{counter, gauge};
-use onlyonce_core::backoff::Backoff;
-use onlyonce_core::{Claimed, Finished, Grant, Lapse, Outcome, Recorded, Refusal, StoreError, Verdict};
+use onlyonce_core::{Claimed, Grant, Lapse, Outcome, Recorded, StoreError, Verdict};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until, timeout};
 use tower_service::Service;
@@ -26,10 +25,12 @@ use tracing::{debug, error, warn};
 use crate::admit::{Admitted, Front, RETRY_STORE_AFTER};
 use crate::answer::Answer;
 use crate::body::{BoxError, RequestBody, ResponseBody};
+use crate::claim::claim;
 use crate::headers;
 use crate::keep::Disposition;
 use crate::layer::{Execution, Failure, Shared};
 use crate::problem::{Code, Problem};
+use crate::renewal::Renewal;
 use crate::settings::OnConcurrent;
 
 /// The work ended without a response.
@@ -40,9 +41,6 @@ pub(crate) enum Ended<E> {
 
 /// Where the answer goes, until it went there. Closed when the caller hangs up.
 pub(crate) type Reply<ResB, E> = oneshot::Sender<Result<Response<ResponseBody<ResB>>, Ended<E>>>;
-
-pub(crate) const WAIT_FIRST: Duration = Duration::from_millis(10);
-pub(crate) const WAIT_CEILING: Duration = Duration::from_millis(200);
 
 /// What there is to do, and under which rules.
 pub(crate) struct Job {
@@ -77,40 +75,19 @@ impl Job {
         reply: &mut Reply<ResB, E>,
     ) -> Option<Result<Grant, Response<ResponseBody<ResB>>>> {
         let (shared, Admitted { settings, operation, fingerprint }) = (&self.shared, &self.admitted);
-        let policy = settings.policy();
         let wait = match settings.on_concurrent {
             OnConcurrent::Reject => Duration::ZERO,
             OnConcurrent::Wait => settings.wait,
         };
-        let wait_ends = Instant::now() + wait;
-        let mut waits = Backoff::new(WAIT_FIRST, WAIT_CEILING);
-        let (answer, response) = loop {
-            match shared.engine.claim(operation, *fingerprint, &policy).await {
-                Ok(Claimed::Execute(grant)) => {
-                    claimed("execute");
-                    return Some(Ok(grant));
-                }
-                Ok(Claimed::Replay(outcome)) => break ("replay", self.shared.front.replay(&outcome)),
-                Ok(Claimed::Refused(Refusal::InFlight { .. })) if Instant::now() < wait_ends => {
-                    let next = Instant::now() + waits.next().unwrap_or(WAIT_CEILING);
-                    tokio::select! {
-                        () = sleep_until(next.min(wait_ends)) => {}
-                        () = reply.closed() => return None,
-                    }
-                }
-                Ok(Claimed::Refused(refused)) => {
-                    let answer = match refused {
-                        Refusal::Mismatch { .. } => "mismatch",
-                        Refusal::InFlight { .. } => "in_flight",
-                        Refusal::Unknown => "unknown",
-                    };
-                    break (answer, self.shared.front.refusal(Problem::refused(refused)));
-                }
-                Err(error) => break ("store_error", self.unavailable(&error)),
-            }
-        };
-        claimed(answer);
-        Some(Err(response))
+        let policy = settings.policy();
+        let left = reply.closed();
+        let claimed = claim(&shared.engine, operation, *fingerprint, &policy, wait, left).await?;
+        Some(match claimed {
+            Ok(Claimed::Execute(grant)) => Ok(grant),
+            Ok(Claimed::Replay(outcome)) => Err(shared.front.replay(&outcome)),
+            Ok(Claimed::Refused(refused)) => Err(shared.front.refusal(Problem::refused(refused))),
+            Err(error) => Err(self.unavailable(&error)),
+        })
     }
 
     fn unavailable<ResB>(&self, error: &StoreError) -> Response<ResponseBody<ResB>> {
@@ -166,7 +143,7 @@ impl Job {
             }
             Err(panic) => {
                 error!(operation = %self.admitted.operation.id(), "the service panicked; the key is released");
-                self.record(std::future::ready(grant), Verdict::Release).await;
+                self.record(self.renewal(grant), Verdict::Release).await;
                 reply.map(|reply| reply.send(Err(Ended::Panic(panic))).err());
             }
         }
@@ -184,7 +161,7 @@ impl Job {
     {
         match response.extensions().get() {
             Some(Failure::NotSent) => {
-                self.record(std::future::ready(grant), Verdict::Release).await;
+                self.record(self.renewal(grant), Verdict::Release).await;
                 let problem = Problem::new(
                     Code::UpstreamUnreachable,
                     "Nothing was sent to the service, so the work was not done; a retry with the same key runs it.",
@@ -196,7 +173,7 @@ impl Job {
                 return self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
             }
             Some(Failure::Conflict) => {
-                self.record(std::future::ready(grant), Verdict::Release).await;
+                self.record(self.renewal(grant), Verdict::Release).await;
                 return self.pass(&mut reply, response);
             }
             None => {}
@@ -205,7 +182,7 @@ impl Job {
         match self.admitted.settings.keep.of_head(response.status(), response.headers()) {
             Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
             Disposition::Release => {
-                self.record(std::future::ready(grant), Verdict::Release).await;
+                self.record(self.renewal(grant), Verdict::Release).await;
                 self.pass(&mut reply, response);
             }
             Disposition::Unknown => self.pass(&mut reply, response),
@@ -248,23 +225,14 @@ impl Job {
         self.shared.front.refusal(Problem::new(code, detail).retry_after(lease_left))
     }
 
+    pub(crate) fn renewal(&self, grant: Grant) -> Renewal {
+        Renewal::new(self.admitted.operation.id(), grant, self.admitted.settings.lease())
+    }
+
     /// Ends the grant and waits for it, but no longer than `record_grace`: the store is then tried on
     /// until the lease ends, while the caller gets the answer.
-    pub(crate) async fn record(&self, grant: impl Future<Output = Grant> + Send + 'static, verdict: Verdict) {
-        let id = self.admitted.operation.id();
-        let finishing = self.shared.tasks.spawn(async move {
-            match grant.await.finish(verdict).await {
-                Ok(Finished::Written) => {}
-                Ok(Finished::LeaseLost) => {
-                    counter!(LOST_LEASES).increment(1);
-                    error!(operation = %id, "the lease was lost to another holder; its record stands");
-                }
-                Err(error) => {
-                    counter!(RECORD_FAILURES).increment(1);
-                    error!(operation = %id, %error, "the outcome could not be recorded within the lease");
-                }
-            }
-        });
+    pub(crate) async fn record(&self, renewal: Renewal, verdict: Verdict) {
+        let finishing = self.shared.tasks.spawn(renewal.finish(verdict));
         let _ = timeout(self.shared.record_grace, finishing).await;
     }
 }

@@ -27,12 +27,13 @@ use super::tx::Slot;
 use crate::admit::{Admitted, RETRY_STORE_AFTER};
 use crate::answer::Unkept;
 use crate::body::{BoxError, Collected, PAUSED, RequestBody, ResponseBody};
+use crate::claim::{WAIT_CEILING, WAIT_FIRST};
 use crate::headers;
 use crate::keep::Disposition;
 use crate::layer::{Execution, Failure};
 use crate::problem::{Code, Problem};
 use crate::settings::{OnConcurrent, Settings};
-use crate::work::{Ended, InFlight, Reply, WAIT_CEILING, WAIT_FIRST, claimed};
+use crate::work::{Ended, InFlight, Reply, claimed};
 
 /// How long a claim waits in the database, with a connection in use, for another instance's transaction
 /// that has claimed the same key. It then waits without one, and looks again.
