@@ -25,6 +25,7 @@ const CREDENTIALS: [&str; 8] = [
 
 /// How the caller of a request is told.
 #[derive(Clone, Default)]
+#[non_exhaustive]
 pub enum Caller {
     /// As [`Caller::Authorization`], because nobody said otherwise: a request with cookies and without
     /// Authorization is refused, since its session is who asks and all sessions would share one caller.
@@ -54,6 +55,7 @@ pub trait ResolveCaller: Send + Sync + 'static {
 
 /// Why nobody can be told to be the caller. The work does not run.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CallerError {
     /// The request does not say who asks.
     Unresolved(String),

@@ -14,6 +14,7 @@ use crate::transactional::{NoTransaction, Tx};
 
 /// Why a handler that asks for an [`Execution`] was not called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Unguarded {
     /// The request carries no key, and its route takes such requests: 400 `idempotency-key-missing`. With
     /// [`KeyRule::Required`](crate::KeyRule::Required) the layer says so itself.

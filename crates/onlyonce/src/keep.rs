@@ -159,6 +159,7 @@ fn range(text: &str) -> Option<RangeInclusive<u16>> {
 
 /// Why keep rules were refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KeepError {
     /// An entry is not a status.
     Entry {

@@ -1,15 +1,50 @@
 //! Makes retries safe: the work happens once, and whoever asks again gets the first answer.
 //!
-//! [`OnlyonceLayer`] is a tower layer around any HTTP service. A request that carries an
-//! `Idempotency-Key` is claimed in a [`Store`], run on a task of its own, and its
-//! answer recorded; every later request with that key is given the recorded answer. [`Once`] does the same for
-//! any async function.
+//! | what comes again | what makes it safe |
+//! |---|---|
+//! | a request to any HTTP service | [`OnlyonceLayer`], a tower layer |
+//! | a request whose work is in one database | [`TransactionalLayer`]: the work, its claim and its answer in one transaction |
+//! | a call of an async function: a webhook, a worker | [`Once`] |
+//!
+//! # In an axum application
+//!
+//! `cargo add onlyonce --features axum`, and `cargo add onlyonce-postgres`, or `onlyonce-sqlite` for one file.
+//!
+//! ```no_run
+//! use axum::{Router, routing::post};
+//! use onlyonce::{Caller, Execution, KeyRule, OnlyonceLayer};
+//! use onlyonce_postgres::PostgresStore;
+//!
+//! async fn pay(execution: Execution, amount: String) -> String {
+//!     // A key for the bank to go by. It is the same if this has to run again.
+//!     let charge = execution.downstream("charge").uuid();
+//!     format!("charged {amount} as {charge}")
+//! }
+//!
+//! #[tokio::main]
+//! async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let store = PostgresStore::open(&"postgres://app@localhost/app".parse()?).await?;
+//!     let once = OnlyonceLayer::builder(store)
+//!         .caller(Caller::header("x-user-id"))
+//!         .route("POST /payments", |rule| rule.key(KeyRule::Required))
+//!         .build()?;
+//!     let app = Router::new().route("/payments", post(pay)).layer(once.clone());
+//!     let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+//!     let stop = async { tokio::signal::ctrl_c().await.unwrap_or_default() };
+//!     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
+//!     once.drained().await;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! A request that carries an `Idempotency-Key` is claimed in the store, run on a task of its own, and its answer
+//! recorded. A retry with that key is given the recorded answer, by whichever instance it reaches.
 //!
 //! # What happens to a request
 //!
 //! 1. GET, HEAD, OPTIONS, TRACE and CONNECT pass. POST and PATCH are guarded, other methods where a
-//!    [`Route`] says so.
-//! 2. Without a key it passes, or is refused (400) where a route says `key = required`.
+//!    [route](Builder::route) says so.
+//! 2. Without a key it passes, or is refused (400) under [`KeyRule::Required`].
 //! 3. With a malformed key it is refused (400), never passed: it would be unprotected.
 //! 4. The [caller](Caller), the namespace, the endpoint and the key are its identity. The same key from
 //!    another caller is another operation.
@@ -18,29 +53,21 @@
 //! 6. If the key is free the service runs. A copy meanwhile is refused (409) or waits.
 //! 7. 2xx, 3xx and most 4xx are kept and replayed with `Idempotent-Replayed: true`. 5xx and the
 //!    statuses that ask to try again (401, 407, 408, 421, 425, 429) release the key. 502, 504 and an
-//!    answer that was lost say nothing about the work: the key stays held until its lease ends.
+//!    answer that was lost say nothing about the work: the key stays held until its lease ends. So it does
+//!    when the service fails with an error; when it panics, the key is released.
 //! 8. If the store is away, nothing runs (503).
 //!
-//! Every refusal is an RFC 9457 problem with a code in `Onlyonce-Refused`; see [`problem`].
+//! Every refusal is an RFC 9457 problem with a code in `Onlyonce-Refused`; see [`problem`]. An application can
+//! [put it in its own words](Builder::refusal_body). The service's own errors are passed on as they are.
 //!
-//! # Deployment
-//!
-//! Put the layer *inside* whatever authenticates (so that the caller is known), and *outside* whatever
-//! has side effects. A response compressed by an inner layer is recorded compressed, for the encodings
-//! of the first caller: compress outside.
-//!
-//! A holder that stalls for longer than its lease and then wakes can still act on the outside world,
-//! although its record is refused. Give such an act a key of its own.
-//!
-//! # Example
+//! # An accepted and a refused request
 //!
 //! ```
-//! use std::{convert::Infallible, sync::Arc};
+//! use std::convert::Infallible;
 //! use bytes::Bytes;
 //! use http::{Request, Response};
 //! use http_body_util::{BodyExt, Full};
-//! use onlyonce::{Config, OnlyonceLayer, RequestBody};
-//! use onlyonce_core::MemoryStore;
+//! use onlyonce::{MemoryStore, OnlyonceLayer, RequestBody};
 //! use tower::{Layer, ServiceExt, service_fn};
 //!
 //! async fn pay(request: Request<RequestBody<Full<Bytes>>>) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -49,8 +76,7 @@
 //! }
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(async {
-//! let layer = OnlyonceLayer::new(Arc::new(MemoryStore::new()), Config::default())?;
-//! let payments = layer.layer(service_fn(pay));
+//! let payments = OnlyonceLayer::builder(MemoryStore::new()).build()?.layer(service_fn(pay));
 //! let request = |amount: &'static str| {
 //!     Request::post("/payments").header("idempotency-key", "order-4711").body(Full::from(amount))
 //! };
@@ -70,6 +96,29 @@
 //! # })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! # Deployment
+//!
+//! - Put the layer *inside* whatever authenticates, so that the caller is known, and *outside* whatever has side
+//!   effects. In axum, the layer that is added last is outermost.
+//! - Put it *around* axum's nested routers, not into them: inside of one the path has lost its prefix, and
+//!   `/v1/payments` and `/v2/payments` would share their keys.
+//! - A response compressed by an inner layer is recorded compressed, for the encodings of the first caller:
+//!   compress outside.
+//! - A guarded request is read into memory before the service is called, and a recorded answer while it is sent:
+//!   [`request_body_bytes_max`](Rule::request_body_bytes_max) and
+//!   [`response_body_bytes_max`](Rule::response_body_bytes_max) bound them.
+//! - The work goes on when its caller hangs up. So a server's own graceful shutdown does not wait for it:
+//!   [`OnlyonceLayer::drained`] does.
+//! - Expired records are removed by the layer itself; see [`Builder::sweep_every`].
+//! - A gRPC call that failed at once is judged by its own status, as if it were the HTTP status for it. A stream that
+//!   fails later is recorded as it is. The layer's own refusals have HTTP statuses, which a gRPC client maps to its own.
+//! - A holder that stalls for longer than its lease and then wakes can still act on the outside world,
+//!   although its record is refused. Give such an act [a key of its own](Execution::downstream).
+//!
+//! # Features
+//!
+//! `axum`: [`Execution`] and [`Tx`] as extractors.
 
 mod admit;
 mod answer;

@@ -17,6 +17,7 @@ pub type RefusalBody = Arc<dyn Fn(&Problem) -> (HeaderValue, Bytes) + Send + Syn
 
 /// What was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Code {
     /// No key, and the rule requires one.
     KeyMissing,
