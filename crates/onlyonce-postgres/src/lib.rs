@@ -46,6 +46,64 @@
 //! # Clock
 //!
 //! The server's, and never this machine's.
+//!
+//! # In the application's own transaction
+//!
+//! [`PostgresStore::transactions`] takes the application's own pool. The claim, the application's queries and
+//! the outcome then share one transaction and one commit: together they are there, or none of them is.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use onlyonce_core::transact::{ClaimedIn, claim};
+//! use onlyonce_core::{Fingerprint, Key, Lapse, Operation, Outcome, Policy, Transactional};
+//! use onlyonce_postgres::{PostgresOptions, PostgresStore};
+//! use sqlx::postgres::{PgConnectOptions, PgPool};
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+//! let url = "postgres://app:secret@db.internal/shop?sslmode=verify-full";
+//! let store = PostgresStore::open(&url.parse::<PostgresOptions>()?).await?;
+//! // With these a machine that vanished is noticed within a minute, and its transactions are rolled back.
+//! let keepalive = [("tcp_keepalives_idle", "30"), ("tcp_keepalives_interval", "10"), ("tcp_keepalives_count", "3")];
+//! let pool = PgPool::connect_with(url.parse::<PgConnectOptions>()?.options(keepalive)).await?;
+//! let transactions = store.transactions(pool).await?;
+//!
+//! let payment = Operation::new("default", "POST /payments", "ann", Key::new("order-4711")?);
+//! let request = Fingerprint { target: [0; 32], body: [1; 32] };
+//! let policy = Policy {
+//!     lease: Duration::from_secs(75),
+//!     retention: Duration::from_secs(86_400),
+//!     on_lapse: Lapse::Rerun,
+//! };
+//! let mut transaction = transactions.begin(Duration::from_secs(10)).await?;
+//! match claim(&transactions, &mut transaction, &payment, request, &policy).await? {
+//!     ClaimedIn::Execute(held) => {
+//!         let insert = sqlx::query("INSERT INTO payments (payer, cents) VALUES ($1, $2)");
+//!         insert.bind("ann").bind(4_200_i64).execute(&mut *transaction).await?;
+//!         let paid = Outcome { status: 201, head: Default::default(), body: "paid".into() };
+//!         held.complete(&transactions, &mut transaction, paid).await?;
+//!         transactions.commit(transaction).await?;
+//!     }
+//!     ClaimedIn::Replay(outcome) => println!("{:?}", outcome.body),
+//!     ClaimedIn::Refused(refusal) => println!("{refusal:?}"),
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # }).unwrap();
+//! ```
+//!
+//! A copy waits at the primary key for the end of the transaction that claimed first, and has a connection of
+//! the pool meanwhile. The pool's settings are the application's: isolation level, timeouts, plans. Only until
+//! the key is claimed do `lock_timeout` and `statement_timeout` follow the wait.
+//!
+//! | under | a copy that waited |
+//! |---|---|
+//! | `READ COMMITTED`, the default | has the outcome, or executes after a rollback |
+//! | `REPEATABLE READ`, `SERIALIZABLE` | is told [`Conflict`](onlyonce_core::TransactionError::Conflict) after a commit, for its snapshot is older; in a new transaction it has the outcome |
+//!
+//! The application's own queries may fail likewise: [`is_conflict`] tells. After any failed statement nothing
+//! of the transaction can be committed, whatever the application does with the error: `commit` then fails.
+//!
+//! Behind a pooler that shares connections between transactions this works as well; what the application
+//! itself prepares there, as sqlx does unless told `persistent(false)`, is between it and the pooler.
 
 mod error;
 mod facts;
