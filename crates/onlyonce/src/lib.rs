@@ -132,6 +132,7 @@ pub mod function;
 mod headers;
 pub mod keep;
 mod layer;
+pub mod period;
 pub mod problem;
 mod renewal;
 pub mod rules;
