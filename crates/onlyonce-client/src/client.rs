@@ -63,6 +63,23 @@ impl Client {
     }
 
     /// Keeps calls that name an [intent](Call::intent) in this journal.
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// use http::HeaderMap;
+    /// use onlyonce_client::{Client, Journal, JournalOptions, Settings};
+    ///
+    /// let journal = Journal::open("/var/lib/shop/journal.db", JournalOptions::default()).await?;
+    /// let client = Client::new(Settings::default())?.with_journal(journal);
+    /// // What a crash left behind is finished first.
+    /// for resumed in client.resume(&HeaderMap::new()).await? {
+    ///     println!("{}: {:?}", resumed.intent, resumed.outcome);
+    /// }
+    /// let call = client.post("https://api.example/payments").body("amount=10");
+    /// let answer = call.intent("charge order-4711").send().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[cfg(feature = "journal")]
     #[must_use]
     pub fn with_journal(self, journal: Journal) -> Self {

@@ -27,7 +27,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteRow, SqliteSyn
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row as _, SqliteConnection};
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
-use crate::answer::{Answer, Receipt};
+use crate::answer::{Answer, Receipt, is_replay};
 use crate::decide;
 use crate::error::Error;
 use crate::send::Frozen;
@@ -361,7 +361,7 @@ impl Journal {
     ///
     /// Race: many callers find the last room free. Insert and count are one statement, under SQLite's write lock.
     async fn insert(&self, intent: &str, frozen: &Frozen) -> Result<Option<i64>, Error> {
-        let Frozen { request, key: Some(key) } = frozen else {
+        let Frozen { request, key: Some(key), .. } = frozen else {
             return Err(Error::request("an intent is sent with a key"));
         };
         let (kept, withheld) = self.keep_out(request.headers());
@@ -505,14 +505,14 @@ impl Row {
             }
         }
         *request.body_mut() = self.body.map(Into::into);
-        Ok(Frozen { request, key: Some(self.key) })
+        Ok(Frozen { request, key: Some(self.key), started: std::time::Instant::now() })
     }
 }
 
 /// In what the request differs from the one that was written down. Header lines may differ: what they say
 /// about a moment or a client is no part of the intent.
 fn differences(row: &SqliteRow, frozen: &Frozen, own_key: bool) -> Result<Vec<&'static str>, sqlx::Error> {
-    let Frozen { request, key } = frozen;
+    let Frozen { request, key, .. } = frozen;
     let body = request.body().and_then(|body| body.as_bytes()).unwrap_or_default();
     let kept = row.try_get::<Option<&[u8]>, _>("request_body")?.unwrap_or_default();
     let key = key.as_ref().map_or("", Key::as_str);
@@ -538,7 +538,8 @@ fn begun(row: &SqliteRow) -> Result<Begun, JournalError> {
     if row.try_get::<Option<i64>, _>("answered_at").map_err(JournalError::Failed)?.is_some() {
         let (response, attempts) = recorded(row).map_err(JournalError::Failed)?;
         let response = response.ok_or_else(|| damaged("its answer"))?;
-        let receipt = Receipt { key: Some(key), attempts, replayed: false, recorded: true };
+        let replayed = is_replay(&response.headers);
+        let receipt = Receipt { key: Some(key), attempts, replayed, recorded: true };
         return Ok(Begun::Answered(Answer::recorded(response, url, receipt)));
     }
     let method: &str = row.try_get("method").map_err(JournalError::Failed)?;

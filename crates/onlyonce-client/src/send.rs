@@ -52,6 +52,8 @@ impl From<reqwest::Error> for Lost {
 pub(crate) struct Frozen {
     pub(crate) request: Request,
     pub(crate) key: Option<Key>,
+    /// When its call began: the deadline counts from there.
+    pub(crate) started: Instant,
 }
 
 /// What a call ended with: the whole answer, or for a request without a key the response as it arrives.
@@ -83,12 +85,11 @@ impl Sender {
         frozen: Frozen,
         gather: bool,
     ) -> Result<Reply, Error> {
-        let Frozen { request, key } = frozen;
+        let Frozen { request, key, started } = frozen;
         let repeatable = redirect::repeatable(request.method(), key.is_some());
         let mut next = Some(request);
-        let started = Instant::now();
         let mut work = Work::NotDone;
-        self.budget.deposit(started);
+        self.budget.deposit(Instant::now());
         for attempts in 1_u32.. {
             let request = next.take().expect("a request that is repeated is kept");
             // A body that streams is gone once it was sent.
@@ -232,13 +233,14 @@ impl Sender {
     /// Its own key wins, then `given`; otherwise a POST or a PATCH is given a fresh one.
     ///
     /// # Errors
-    /// If its own key is malformed, or its body does not end within the limit.
+    /// If its own key is malformed, or its body does not end within the limit and the deadline.
     pub(crate) async fn freeze(
         &self,
         mut request: Request,
         given: Option<&Key>,
         keyless: bool,
     ) -> Result<Frozen, Error> {
+        let started = Instant::now();
         let name = &self.settings.key_header;
         let mut key = key::of(request.headers(), name).map_err(Error::Key)?;
         if key.is_none() && !keyless {
@@ -254,16 +256,17 @@ impl Sender {
                 *request.body_mut() = Some(Body::from(self.whole(body).await?));
             }
         }
-        Ok(Frozen { request, key })
+        Ok(Frozen { request, key, started })
     }
 
     async fn whole(&self, body: Body) -> Result<Bytes, Error> {
         let bytes_max = self.settings.request_body_bytes_max;
         let too_large = || Error::request(format!("the request body has more than {bytes_max} bytes"));
-        match Limited::new(body, bytes_max).collect().await {
-            Ok(collected) => Ok(collected.to_bytes()),
-            Err(error) if error.is::<LengthLimitError>() => Err(too_large()),
-            Err(error) => Err(Error::Request {
+        match timeout(self.settings.deadline, Limited::new(body, bytes_max).collect()).await {
+            Ok(Ok(collected)) => Ok(collected.to_bytes()),
+            Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
+            Err(_) => Err(Error::request("the request body did not end before the deadline")),
+            Ok(Err(error)) => Err(Error::Request {
                 reason: "the request body could not be read".to_owned(),
                 source: Some(error),
             }),

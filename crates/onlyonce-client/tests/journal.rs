@@ -289,6 +289,19 @@ async fn one_that_was_joined_is_not_withdrawn() {
     assert_eq!(desk.journal().await.entries().await.unwrap().len(), 1);
     assert_eq!(order(&client, &server).send().await.unwrap().status, 201);
     server.assert_one_operation();
+
+    // Nor does the one who began know what those do who joined.
+    let late = Step::SayLate(Duration::from_millis(900), answer("401 Unauthorized", "", ""));
+    let (desk, server) = (Desk::new(), Server::start([late, stall(), Step::Work(replayed())]));
+    let client = desk.client().await;
+    let first = tokio::spawn(order(&client, &server).send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    die_waiting(&desk.client().await, &server).await;
+    assert_eq!(first.await.unwrap().unwrap().status, 401);
+    assert_eq!(desk.client().await.resume(&HeaderMap::new()).await.unwrap().len(), 1);
+    server.assert_one_operation();
 }
 
 #[tokio::test]

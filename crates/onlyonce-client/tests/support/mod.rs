@@ -25,6 +25,8 @@ pub enum Step {
     WorkAndStall(Duration),
     /// Works, sends these bytes, then closes the connection in the middle of the answer.
     WorkAndCut(String),
+    /// Sends these bytes after so long.
+    SayLate(Duration, String),
     /// Sends these bytes and closes the connection a little later, when it is idle.
     SayAndClose(String),
 }
@@ -141,6 +143,10 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) {
         let mut writer = stream;
         let said = match step {
             Step::Say(bytes) | Step::Work(bytes) => writer.write_all(bytes.as_bytes()),
+            Step::SayLate(time, bytes) => {
+                thread::sleep(time);
+                writer.write_all(bytes.as_bytes())
+            }
             Step::WorkAndCut(bytes) => {
                 let _ = writer.write_all(bytes.as_bytes());
                 break;
@@ -233,6 +239,6 @@ pub fn quick() -> Settings {
     let mut settings = Settings::default();
     settings.backoff_first = Duration::from_millis(4);
     settings.backoff_max = Duration::from_millis(20);
-    settings.attempt_timeout = Duration::from_secs(1);
+    settings.attempt_timeout = Duration::from_secs(2);
     settings
 }
