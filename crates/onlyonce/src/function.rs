@@ -375,7 +375,7 @@ fn fingerprint_of<I: Serialize + ?Sized>(input: &I) -> Result<Fingerprint, serde
 
 /// What is recorded of a value or an error. If it does not serialise it is lost, but the work was done: a mark says
 /// so, and it is not run again.
-fn recorded(attempt: u32, is_error: bool, json: Result<Vec<u8>, serde_json::Error>) -> Recorded {
+pub(crate) fn recorded(attempt: u32, is_error: bool, json: Result<Vec<u8>, serde_json::Error>) -> Recorded {
     match json {
         Ok(json) => Recorded::Value(Value { attempt, is_error, json: json.into() }),
         Err(error) => {
@@ -386,7 +386,7 @@ fn recorded(attempt: u32, is_error: bool, json: Result<Vec<u8>, serde_json::Erro
 }
 
 /// The recorded value, as every later call is given it.
-fn replayed<T: DeserializeOwned>(outcome: &Outcome) -> Result<Returned<T>, RunError> {
+pub(crate) fn replayed<T: DeserializeOwned>(outcome: &Outcome) -> Result<Returned<T>, RunError> {
     let unreadable = |error| RunError::NotReplayable(NotReplayable::Unreadable(error));
     match Recorded::decode(outcome).map_err(unreadable)? {
         Recorded::Value(Value { attempt, is_error: false, json }) => match serde_json::from_slice(&json) {

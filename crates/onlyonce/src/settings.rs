@@ -173,7 +173,8 @@ pub struct SettingsError {
 }
 
 impl SettingsError {
-    pub(crate) fn new(setting: &'static str, reason: impl Into<String>) -> Self {
+    /// The setting with this name cannot be, for this reason, which says what is allowed.
+    pub fn new(setting: &'static str, reason: impl Into<String>) -> Self {
         Self { setting, reason: reason.into(), route: None }
     }
 
