@@ -149,11 +149,29 @@ async fn a_user_has_their_own_settings_back_with_the_key() {
             }
             held.complete(&shop, &mut transaction, outcome()).await.unwrap();
             shop.commit(transaction).await.unwrap();
+            let mut open = shop.open().await.unwrap();
+            assert_eq!(show(&mut open, "lock_timeout").await, lock);
+            shop.roll_back(open).await;
             let mut plain = pool.begin().await.unwrap();
             assert_eq!(show(&mut plain, "lock_timeout").await, lock);
             assert_eq!(show(&mut plain, "statement_timeout").await, statement);
         }
     }
+}
+
+/// Several holders in a row, each shorter than the wait, are bounded by the time for the statement.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_that_takes_too_long_as_a_whole_is_busy() {
+    let url = server().url(&database());
+    let shop = transactions(&url).await;
+    let (holder, _) = hold(&shop, "k").await;
+    let mut transaction = shop.begin(PATIENT).await.unwrap();
+    assert_eq!(show(&mut transaction, "statement_timeout").await, "65s");
+    transaction.execute(raw_sql("SET LOCAL statement_timeout = '300ms'")).await.unwrap();
+    let asked = claim(&shop, &mut transaction, &operation("k"), running().fingerprint, &POLICY).await;
+    assert!(matches!(asked, Err(TransactionError::Busy)), "{asked:?}");
+    shop.roll_back(transaction).await;
+    shop.roll_back(holder).await;
 }
 
 #[tokio::test]
