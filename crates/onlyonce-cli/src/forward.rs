@@ -140,7 +140,8 @@ impl Forward {
                     "Nothing was sent to the service; the request can be sent again.",
                 )
                 .retry_after(RETRY_AFTER),
-                Failure::Lost => Problem::new(
+                // What is not known to be unsent may have arrived.
+                _ => Problem::new(
                     Code::UpstreamLost,
                     "The service was sent the request and its answer was lost; what it asked for may have happened.",
                 ),

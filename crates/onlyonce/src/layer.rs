@@ -175,6 +175,7 @@ pub struct Execution {
 /// A response extension: by it the inner service says that it could not do the work. The layer then
 /// answers for it, and the rest of the response does not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Failure {
     /// Nothing was sent to whoever does the work, so it did not happen: the key is released.
     NotSent,
