@@ -15,7 +15,7 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 11] = [
+const RULES: [Rule; 13] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
@@ -71,6 +71,18 @@ const RULES: [Rule; 11] = [
         name: "axum-layer",
         may: &["onlyonce", "onlyonce-postgres", "onlyonce-sqlite"],
         may_in_tests: &["onlyonce-testkit"],
+        never: &[],
+    },
+    Rule {
+        name: "axum-payments",
+        may: &["onlyonce", "onlyonce-postgres"],
+        may_in_tests: &["onlyonce-testkit"],
+        never: &["native-tls", "aws-lc-rs"],
+    },
+    Rule {
+        name: "onlyonce-bench",
+        may: &["onlyonce", "onlyonce-core", "onlyonce-postgres", "onlyonce-testkit"],
+        may_in_tests: &[],
         never: &[],
     },
     Rule { name: "xtask", may: &[], may_in_tests: &[], never: &["tokio"] },

@@ -1,9 +1,11 @@
-//! Private Postgres, PgBouncer, RabbitMQ and NATS servers, and a TCP proxy that misbehaves, for tests.
+//! Private Postgres, PgBouncer, RabbitMQ and NATS servers, a TCP proxy that misbehaves, and examples as processes, for
+//! tests.
 //!
 //! Servers listen on 127.0.0.1 only, keep their files in a temporary folder, and end with the process that
 //! started them, however that ends. What is missing is installed where that is possible (as root, with
 //! apt-get); otherwise the test fails with the reason. Nothing is ever skipped.
 
+mod example;
 mod nats;
 mod pgbouncer;
 mod postgres;
@@ -12,6 +14,7 @@ mod proxy;
 mod rabbitmq;
 mod system;
 
+pub use example::{Curl, Example};
 pub use nats::Nats;
 pub use pgbouncer::PgBouncer;
 pub use postgres::Postgres;
