@@ -212,10 +212,10 @@ impl<T: Transactional> Job<T> {
     /// Opens a transaction, and claims the key in it if there is one.
     async fn claim_once(&self) -> Result<(T::Transaction, Option<ClaimedIn>), TransactionError> {
         let store = &self.shared.store;
-        let mut transaction = in_time(store.begin(LOCK_WAIT)).await?;
         let Some(Admitted { operation, fingerprint, settings }) = &self.admitted else {
-            return Ok((transaction, None));
+            return Ok((in_time(store.open()).await?, None));
         };
+        let mut transaction = in_time(store.begin(LOCK_WAIT)).await?;
         let policy = settings.policy();
         let claiming = transact::claim(store, &mut transaction, operation, *fingerprint, &policy);
         match in_time(claiming).await {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod commits;
 mod crash;
 mod shop;
 
@@ -362,6 +363,24 @@ async fn a_handler_that_overlooks_an_error_of_its_own_is_not_committed() {
     }
     assert_eq!(counter.pay("k").await.body, "run 2");
     assert_eq!(shop.notes().await, ["paid"]);
+}
+
+/// Only the claim waits for moments: a handler's own statements wait as its application wants.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_runs_under_the_settings_of_its_application() {
+    let shop = OnPostgres::open().await;
+    let url = format!("{}?options=-c%20lock_timeout%3D7654", shop.url);
+    let store = shop.with_options(url.parse::<PgConnectOptions>().unwrap(), 2).await;
+    let counter = Counter::new(store, config(), |request, _| {
+        Box::pin(async move {
+            let mut tx = Tx::<onlyonce_postgres::PostgresTransactions>::take(request.extensions()).unwrap();
+            let setting: String = sqlx::query_scalar("SHOW lock_timeout").fetch_one(&mut **tx).await.unwrap();
+            answer(200, setting)
+        })
+    });
+    assert_eq!(counter.pay("k").await.body, "7654ms");
+    let unkeyed = Request::post("/payments").body(Full::from("100")).unwrap();
+    assert_eq!(counter.send(unkeyed).await.body, "7654ms");
 }
 
 /// A copy that waits on another instance holds its only connection for moments at a time.
