@@ -58,7 +58,8 @@ const RULES: [Rule; 13] = [
     Rule {
         name: "onlyonce-consumer",
         may: &["onlyonce", "onlyonce-core"],
-        may_in_tests: &["onlyonce-postgres", "onlyonce-sqlite", "onlyonce-testkit"],
+        // Itself: with every adapter.
+        may_in_tests: &["onlyonce-consumer", "onlyonce-postgres", "onlyonce-sqlite", "onlyonce-testkit"],
         never: &["axum", "sqlx", "openssl", "native-tls", "aws-lc-rs"],
     },
     Rule {

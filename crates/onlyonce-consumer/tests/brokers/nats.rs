@@ -1,0 +1,231 @@
+//! What is NATS JetStream's own.
+
+use std::time::{Duration, Instant};
+
+use async_nats::HeaderMap;
+use async_nats::jetstream::{self, Context, consumer, stream};
+use futures_util::StreamExt;
+use onlyonce_consumer::nats::{MESSAGE_ID, Nats, SUBJECT};
+use onlyonce_consumer::{Broker, BrokerError, BrokerErrorKind, Delivery};
+use tokio::time::sleep;
+
+use crate::queue::{Dead, Queue, Sent, fresh_name, message, next, nothing, reason};
+
+/// A stream with one consumer and a stream for its dead letters, and a connection beside the adapter's.
+pub(crate) struct NatsQueue {
+    name: String,
+    context: Context,
+}
+
+/// Short, so that what was dropped comes again soon; long enough for a loaded machine.
+const ACK_WAIT: Duration = Duration::from_secs(3);
+
+fn server() -> &'static onlyonce_testkit::Nats {
+    onlyonce_testkit::Nats::shared()
+}
+
+fn url_at(port: u16) -> String {
+    let (before, after) = server().url().rsplit_once(&format!(":{}", server().port())).unwrap();
+    format!("{before}:{port}{after}")
+}
+
+impl NatsQueue {
+    async fn with_max_age(max_age: Duration) -> Self {
+        let context = jetstream::new(async_nats::connect(server().url()).await.unwrap());
+        let name = fresh_name("orders");
+        let subjects = |prefix: &str| vec![format!("{prefix}.{name}")];
+        for (stream, subjects) in [(name.clone(), subjects("in")), (format!("{name}-dead"), subjects("dead"))]
+        {
+            let config = stream::Config {
+                name: stream,
+                subjects,
+                max_age,
+                duplicate_window: Duration::from_millis(100),
+                ..stream::Config::default()
+            };
+            context.create_stream(config).await.unwrap();
+        }
+        Self { name, context }
+    }
+
+    fn subject(&self) -> String {
+        format!("in.{}", self.name)
+    }
+
+    async fn publish_with(&self, payload: &'static str, headers: HeaderMap) {
+        let published =
+            self.context.publish_with_headers(self.subject(), headers, payload.into()).await.unwrap();
+        assert!(!published.await.unwrap().duplicate);
+    }
+
+    /// What becomes of a subscription to a consumer that was made with this configuration.
+    async fn subscribed_to(&self, config: consumer::Config) -> Result<(), BrokerError> {
+        let context = &self.context;
+        let subject = format!("$JS.API.CONSUMER.DURABLE.CREATE.{}.{}", self.name, self.name);
+        let request = serde_json::json!({"stream_name": self.name, "config": config});
+        let answer =
+            context.client().request(subject, serde_json::to_vec(&request).unwrap().into()).await.unwrap();
+        let answer: serde_json::Value = serde_json::from_slice(&answer.payload).unwrap();
+        assert!(answer["error"].is_null(), "{answer}");
+        self.broker().subscribe(1).await.map(drop)
+    }
+}
+
+impl Queue for NatsQueue {
+    type Broker = Nats;
+
+    const HOLDS_WHAT_IS_PUT_BACK: bool = false;
+
+    async fn fresh() -> Self {
+        Self::with_max_age(Duration::ZERO).await
+    }
+
+    fn broker_at(&self, port: u16) -> Nats {
+        Nats::new(&url_at(port), &self.name, &self.name).unwrap().ack_wait(ACK_WAIT)
+    }
+
+    fn port(&self) -> u16 {
+        server().port()
+    }
+
+    async fn publish(&self, sent: &Sent) {
+        let mut headers = HeaderMap::new();
+        for (name, value) in &sent.headers {
+            headers.insert(*name, *value);
+        }
+        if let Some(id) = &sent.id {
+            headers.insert("Nats-Msg-Id", id.as_str());
+        }
+        self.publish_with(sent.payload, headers).await;
+    }
+
+    async fn dead_letter(&self) -> Dead {
+        let stream = self.context.get_stream(format!("{}-dead", self.name)).await.unwrap();
+        let config = consumer::pull::OrderedConfig::default();
+        let messages = stream.create_consumer(config).await.unwrap().messages().await.unwrap();
+        let dead = Box::pin(messages).next().await.unwrap().unwrap();
+        let headers = dead.headers.clone().unwrap_or_default();
+        let headers: Vec<_> = headers
+            .iter()
+            .flat_map(|(name, values)| values.iter().map(move |value| (name.to_string(), value.to_string())))
+            .collect();
+        let id = headers.iter().find(|(name, _)| name == MESSAGE_ID).map(|(_, id)| id.clone());
+        Dead { id, headers, payload: dead.payload.clone() }
+    }
+}
+
+#[tokio::test]
+async fn a_delivery_that_is_extended_is_not_delivered_again_and_one_that_is_not_is() {
+    let queue = NatsQueue::fresh().await;
+    queue.publish(&message("one", "1")).await;
+    let mut subscription = queue.subscribe(2).await;
+    let mut delivery = next(&mut subscription).await;
+    assert_eq!(delivery.deadline(), Some(ACK_WAIT));
+    let extended = Instant::now();
+    while extended.elapsed() < ACK_WAIT * 2 {
+        delivery.extend().await.unwrap();
+        if let Ok(other) = tokio::time::timeout(ACK_WAIT / 6, next(&mut subscription)).await {
+            panic!("delivered again: {:?}", other.message());
+        }
+    }
+    // From here on nobody extends it.
+    let mut again = next(&mut subscription).await;
+    assert_eq!((again.message().id.as_deref(), again.message().deliveries), (Some("one"), Some(2)));
+    // The work of the first one is committed: it settles the message for good, whoever else has it.
+    delivery.acknowledge().await.unwrap();
+    again.extend().await.unwrap();
+    sleep(ACK_WAIT).await;
+    nothing(&mut subscription).await;
+}
+
+#[tokio::test]
+async fn an_absent_stream_is_refused() {
+    let queue = NatsQueue::fresh().await;
+    let broker = Nats::new(server().url(), "nowhere", &queue.name).unwrap();
+    let error = broker.subscribe(1).await.err().unwrap();
+    assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
+}
+
+#[tokio::test]
+async fn a_consumer_that_would_lose_messages_is_refused_with_the_reason() {
+    let suitable = || consumer::Config {
+        ack_policy: consumer::AckPolicy::Explicit,
+        ack_wait: ACK_WAIT,
+        max_deliver: -1,
+        ..consumer::Config::default()
+    };
+    type Change = fn(&mut consumer::Config);
+    let wrong: [(Change, &str); 4] = [
+        (|config| config.max_deliver = 20, "max_deliver is 20"),
+        (|config| config.ack_policy = consumer::AckPolicy::All, "ack_policy is All"),
+        (|config| config.deliver_subject = Some("pushed.here".to_owned()), "push consumer"),
+        (|config| config.headers_only = true, "headers_only"),
+    ];
+    for (change, reason) in wrong {
+        let queue = NatsQueue::fresh().await;
+        let mut config = suitable();
+        config.durable_name = Some(queue.name.clone());
+        change(&mut config);
+        let error = queue.subscribed_to(config).await.err().unwrap_or_else(|| panic!("{reason}: taken"));
+        assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+    let queue = NatsQueue::fresh().await;
+    let config = consumer::Config { durable_name: Some(queue.name.clone()), ..suitable() };
+    queue.subscribed_to(config).await.unwrap();
+    let error = queue.broker().filter("in.something.else").subscribe(1).await.err().unwrap();
+    assert!(error.to_string().contains("in.something.else"), "{error}");
+}
+
+#[tokio::test]
+async fn a_subject_for_dead_letters_that_nobody_keeps_or_that_is_consumed_is_refused() {
+    let queue = NatsQueue::fresh().await;
+    for (subject, reason) in [
+        ("nobody.listens", "no stream covers"),
+        ("dead.>", "wildcards"),
+        (queue.subject().as_str(), "would get them again"),
+    ] {
+        let error = queue.broker().dead_letters(subject).subscribe(1).await.err().unwrap();
+        assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+}
+
+/// Headers that the broker acts on: with the message's own id a stream would take the dead letter for a duplicate,
+/// and confirm what it does not keep.
+#[tokio::test]
+async fn a_dead_letter_in_the_stream_it_came_from_is_kept() {
+    let context = jetstream::new(async_nats::connect(server().url()).await.unwrap());
+    let name = fresh_name("both");
+    let config = stream::Config {
+        name: name.clone(),
+        subjects: vec![format!("in.{name}"), format!("dead.{name}")],
+        duplicate_window: Duration::from_secs(120),
+        ..stream::Config::default()
+    };
+    context.create_stream(config).await.unwrap();
+    let queue = NatsQueue { name: name.clone(), context };
+    let mut headers = HeaderMap::new();
+    headers.insert("Nats-Msg-Id", "order-1");
+    headers.insert("Nats-Expected-Stream", name.as_str());
+    headers.insert("Nats-Expected-Last-Sequence", "0");
+    queue.publish_with("{}", headers).await;
+    let broker = queue.broker().filter(&queue.subject());
+    let mut subscription = broker.subscribe(1).await.unwrap();
+    next(&mut subscription).await.dead_letter(&reason()).await.unwrap();
+    let stream = queue.context.get_stream(&name).await.unwrap();
+    let dead = stream.get_last_raw_message_by_subject(&format!("dead.{name}")).await.unwrap();
+    let header = |name: &str| dead.headers.get(name).map(ToString::to_string);
+    assert_eq!(header(MESSAGE_ID).as_deref(), Some("order-1"));
+    assert_eq!(header(SUBJECT), Some(queue.subject()));
+    assert_eq!(header("Nats-Expected-Last-Sequence"), None);
+}
+
+#[tokio::test]
+async fn the_horizon_is_the_age_at_which_the_stream_drops_a_message() {
+    let queue = NatsQueue::with_max_age(Duration::from_secs(3_600)).await;
+    let broker = queue.broker();
+    assert_eq!(broker.redelivery_horizon(), None);
+    let _subscription = broker.subscribe(1).await.unwrap();
+    assert_eq!(broker.redelivery_horizon(), Some(Duration::from_secs(3_600)));
+}
