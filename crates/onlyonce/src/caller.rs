@@ -233,6 +233,13 @@ mod tests {
     }
 
     #[test]
+    fn a_header_is_named_in_any_case_and_must_be_one() {
+        let Caller::Header(name) = Caller::header("X-User-Id") else { panic!("a header") };
+        assert_eq!(name, "x-user-id");
+        assert!(std::panic::catch_unwind(|| Caller::header("user id")).is_err());
+    }
+
+    #[test]
     fn any_other_header_is_the_readable_caller() {
         assert_eq!(told("x-user-id", " ann "), Ok("ann".to_owned()));
         assert!(told("x-api-key", "").is_err() && told("x-user-id", " ").is_err());

@@ -14,7 +14,7 @@ use crate::caller::Caller;
 use crate::problem::RefusalBody;
 use crate::rules::{Route, Rules};
 use crate::service::OnlyonceService;
-use crate::settings::{DURATION_MAX, Settings, SettingsError};
+use crate::settings::{Settings, SettingsError, check_durations};
 use crate::sweeper::Sweeper;
 
 /// Everything about a layer but its store, as a program has read it; a [`Builder`] fills one.
@@ -77,11 +77,9 @@ impl Front {
         if namespace.is_empty() {
             return Err(SettingsError::new("namespace", "must not be empty"));
         }
-        if record_grace > DURATION_MAX {
-            return Err(SettingsError::new("record_grace", "is too long; at most ten years"));
-        }
-        if sweep_every.is_some_and(|every| every.is_zero() || every > DURATION_MAX) {
-            return Err(SettingsError::new("sweep_every", "must be longer than zero and at most ten years"));
+        check_durations(&[("record_grace", record_grace)])?;
+        if let Some(every) = sweep_every {
+            check_durations(&[("sweep_every", every)])?;
         }
         Ok(Self { rules: Rules::new(routes, defaults)?, caller, namespace, refusal_body })
     }
@@ -162,7 +160,8 @@ impl<S> Layer<S> for OnlyonceLayer {
     }
 }
 
-/// A request extension: the inner service finds it on every guarded request.
+/// A request extension: the inner service finds it on every guarded request. With the feature `axum`, a handler
+/// can ask for it, or for an `Option` of it.
 #[derive(Clone, Debug)]
 pub struct Execution {
     /// Who asks for what under which key.

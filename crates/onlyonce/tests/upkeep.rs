@@ -47,6 +47,12 @@ async fn expired_records_are_removed_unless_that_is_turned_off() {
     }
 }
 
+#[test]
+fn sweeping_without_a_pause_is_refused() {
+    let refused = OnlyonceLayer::builder(MemoryStore::new()).sweep_every(Duration::ZERO).build();
+    assert_eq!(refused.err().unwrap().setting, "sweep_every");
+}
+
 #[tokio::test(start_paused = true)]
 async fn nothing_goes_on_when_the_last_clone_is_dropped() {
     let store = store();

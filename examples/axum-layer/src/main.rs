@@ -16,6 +16,7 @@ use onlyonce_postgres::PostgresStore;
 use onlyonce_sqlite::{SqliteOptions, SqliteStore};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -113,7 +114,11 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
     headers.get(AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ").filter(|name| !name.is_empty())
 }
 
-/// A real one waits for SIGTERM as well.
+/// Ctrl-C, or the signal by which a service is stopped.
 async fn told_to_stop() {
-    let _ = tokio::signal::ctrl_c().await;
+    let mut terminated = signal(SignalKind::terminate()).expect("signals can be waited for");
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => {}
+        _ = terminated.recv() => {}
+    }
 }
