@@ -38,11 +38,16 @@ pub trait Transactional: Send + Sync + 'static {
     /// The open transaction, in the type that the user's own queries want.
     type Transaction: Send + 'static;
 
+    /// Whether one transaction at a time can write, in the whole database: then beginning one waits for its
+    /// turn, whatever its key, and a claim waits for nobody.
+    const ONE_WRITER: bool;
+
     /// The same keys outside of transactions.
     fn store(&self) -> Arc<dyn Store>;
 
     /// Opens a transaction for writing. Until it has claimed its key it waits no longer than `wait` for a
-    /// lock, on the store's clock; what the user does afterwards runs under the user's own settings.
+    /// lock or for its turn, on the store's clock; what the user does afterwards runs under the user's own
+    /// settings.
     async fn begin(&self, wait: Duration) -> Result<Self::Transaction, TransactionError>;
 
     /// Opens a transaction for writing in which no key is claimed: from the start it runs under the user's own

@@ -140,6 +140,8 @@ fn explain(error: &sqlx::Error) -> OpenError {
 impl Transactional for PostgresTransactions {
     type Transaction = Transaction<'static, Postgres>;
 
+    const ONE_WRITER: bool = false;
+
     fn store(&self) -> Arc<dyn Store> {
         Arc::new(self.store.clone())
     }

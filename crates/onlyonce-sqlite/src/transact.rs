@@ -93,6 +93,8 @@ impl SqliteStore {
 impl Transactional for SqliteTransactions {
     type Transaction = Transaction<'static, Sqlite>;
 
+    const ONE_WRITER: bool = true;
+
     fn store(&self) -> Arc<dyn Store> {
         Arc::new(self.store.clone())
     }

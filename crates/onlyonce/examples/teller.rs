@@ -143,6 +143,8 @@ impl Steps {
 impl<T: Teller> Transactional for Mortal<T> {
     type Transaction = T::Transaction;
 
+    const ONE_WRITER: bool = T::ONE_WRITER;
+
     fn store(&self) -> Arc<dyn Store> {
         self.store.store()
     }

@@ -32,6 +32,9 @@
 //! a time has one. On another instance it looks again and again, and holds a connection for
 //! no longer than [`LOCK_WAIT`] at a time. After `wait` it is refused with 409.
 //!
+//! SQLite has one writer at a time for a whole file. There every request waits for its turn, whatever its key,
+//! for up to [`TURN_WAIT`] and then gets 503: keep whatever is slow out of the handler.
+//!
 //! # Limits
 //!
 //! The transaction is open while the handler runs, its answer is gathered, and with it one connection of
@@ -63,7 +66,7 @@ use queue::Queue;
 
 pub use service::TransactionalService;
 pub use tx::{NoTransaction, Tx};
-pub use work::LOCK_WAIT;
+pub use work::{LOCK_WAIT, TURN_WAIT};
 
 /// Guards a service, and runs each operation in one transaction with its claim and its recorded answer.
 ///

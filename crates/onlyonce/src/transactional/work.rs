@@ -39,6 +39,10 @@ use crate::work::{Ended, InFlight, Reply, claimed};
 /// that has claimed the same key. It then waits without one, and looks again.
 pub const LOCK_WAIT: Duration = Duration::from_millis(50);
 
+/// How long it waits for its turn where one transaction at a time can write; it holds no connection
+/// meanwhile, and other keys wait alike. A little less than a call may take, for the store's own words.
+pub const TURN_WAIT: Duration = CALL_TIME_MAX.saturating_sub(Duration::from_millis(500));
+
 /// How often a claim starts over that the database undid because of a concurrent transaction. No work has
 /// run then.
 const CLAIM_CONFLICTS_MAX: u32 = 8;
@@ -215,7 +219,8 @@ impl<T: Transactional> Job<T> {
         let Some(Admitted { operation, fingerprint, settings }) = &self.admitted else {
             return Ok((in_time(store.open()).await?, None));
         };
-        let mut transaction = in_time(store.begin(LOCK_WAIT)).await?;
+        let wait = if T::ONE_WRITER { TURN_WAIT } else { LOCK_WAIT };
+        let mut transaction = in_time(store.begin(wait)).await?;
         let policy = settings.policy();
         let claiming = transact::claim(store, &mut transaction, operation, *fingerprint, &policy);
         match in_time(claiming).await {

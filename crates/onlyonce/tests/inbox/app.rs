@@ -135,6 +135,8 @@ pub(crate) struct Deaf<T> {
 impl<T: Transactional> Transactional for Deaf<T> {
     type Transaction = T::Transaction;
 
+    const ONE_WRITER: bool = T::ONE_WRITER;
+
     fn store(&self) -> std::sync::Arc<dyn Store> {
         self.database.store()
     }
