@@ -298,7 +298,7 @@ fn unreadable(id: Id, reason: &str) -> TransactionError {
 }
 
 fn lost(kind: StoreErrorKind, doing: &str, reason: String) -> TransactionError {
-    let message = format!("Postgres could not be heard to {doing}");
+    let message = format!("Postgres did not say whether it could {doing}");
     TransactionError::Failed(StoreError::new(kind, message).with_source(reason))
 }
 
