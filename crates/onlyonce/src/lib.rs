@@ -5,6 +5,8 @@
 //! | a request to any HTTP service | [`OnlyonceLayer`], a tower layer |
 //! | a request whose work is in one database | [`TransactionalLayer`]: the work, its claim and its answer in one transaction |
 //! | a call of an async function: a webhook, a worker | [`Once`] |
+//! | a message from a queue | [`Inbox`]: its side effects and the mark that it was processed in one transaction |
+//! | a scheduled run | [`Periods`](period::Periods): one run for each period |
 //!
 //! # In an axum application
 //!
