@@ -15,7 +15,7 @@ use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
 use crate::telemetry::{self, LogFormat};
-use crate::{demo, doctor, migrate};
+use crate::{demo, doctor, migrate, send};
 
 /// The exit code of what was asked for and did not work.
 pub const FAILED: u8 = 1;
@@ -47,6 +47,8 @@ Examples:
   onlyonce proxy --upstream http://127.0.0.1:3000
       Puts the proxy in front of an API. Then send a request twice with one key:
       curl -d amount=10 -H 'Idempotency-Key: order-4711' http://127.0.0.1:8080/payments
+  onlyonce send POST http://127.0.0.1:8080/payments --data amount=10 --intent order-4711
+      Sends a request until its outcome is known, with one key, also across a crash.
   onlyonce keys list
       Shows what the proxy remembers.
   onlyonce doctor
@@ -68,6 +70,8 @@ enum Command {
     Keys(KeysCommand),
     /// Create the store or bring its schema up to date
     Migrate(migrate::MigrateArgs),
+    /// Send a request with one key until its outcome is known
+    Send(Box<send::SendArgs>),
     /// Check store, upstream and configuration
     Doctor(doctor::DoctorArgs),
 }
@@ -156,7 +160,7 @@ impl Cli {
     /// `None` where the store is not the person's to choose.
     fn store_args(&mut self) -> Option<&mut StoreArgs> {
         match &mut self.command {
-            Command::Demo(_) => None,
+            Command::Demo(_) | Command::Send(_) => None,
             Command::Proxy(args) => Some(&mut args.store),
             Command::Keys(command) => Some(command.store_args()),
             Command::Migrate(args) => Some(&mut args.store),
@@ -179,6 +183,7 @@ impl Cli {
             Command::Proxy(args) => serve(&args, self.log_format).await,
             Command::Keys(command) => keys::run(command, &mut std::io::stdout().lock()).await,
             Command::Migrate(args) => migrate::run(&args, &mut std::io::stdout().lock()).await,
+            Command::Send(args) => send::run(*args, &mut std::io::stdout().lock()).await,
             Command::Doctor(args) => doctor::run(&args, &mut std::io::stdout().lock()).await,
         };
         match result {

@@ -462,7 +462,7 @@ fn body(text: Option<&str>) -> Result<Bytes, Failure> {
     read.map(Bytes::from).map_err(|error| Failure::usage(format!("--body {text}: {error}")))
 }
 
-fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
+pub(crate) fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {
     let malformed = || "a header line is NAME: VALUE, such as 'content-type: application/json'".to_owned();
     let (name, value) = text.split_once(':').ok_or_else(malformed)?;
     let name: HeaderName = name.trim().parse().map_err(|_| malformed())?;

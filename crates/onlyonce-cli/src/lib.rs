@@ -9,6 +9,7 @@
 //! | [`jwt`] | the caller as a claim of a verified token |
 //! | `admin`, [`telemetry`], [`metered`] | health, metrics, logs |
 //! | [`keys`], [`doctor`], [`migrate`] | what people do with a store |
+//! | [`send`] | one request, sent until its outcome is known |
 //! | [`demo`] | a payments API with and without the proxy |
 //!
 //! ```no_run
@@ -46,6 +47,7 @@ pub mod keys;
 pub mod metered;
 pub mod migrate;
 pub mod proxy;
+pub mod send;
 mod server;
 pub mod store;
 pub mod telemetry;
