@@ -219,12 +219,11 @@ fn answered(answer: &Answer, intent: Option<&str>) -> Value {
         "recorded": recorded,
         "headers": headers,
     });
-    match std::str::from_utf8(&answer.body) {
-        Ok(text) => said["body"] = text.into(),
-        Err(_) => {
-            said["body_hex"] = answer.body.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into()
-        }
-    }
+    let (name, body) = match std::str::from_utf8(&answer.body) {
+        Ok(text) => ("body", text.to_owned()),
+        Err(_) => ("body_hex", answer.body.iter().map(|byte| format!("{byte:02x}")).collect()),
+    };
+    said[name] = body.into();
     said
 }
 
