@@ -374,12 +374,13 @@ impl<T: Transactional> First<'_, T> {
     ///
     /// # Errors
     /// When it is not recorded: roll the transaction back.
-    pub async fn done<R: Serialize + ?Sized>(
+    pub fn done<R: Serialize + ?Sized>(
         self,
         transaction: &mut T::Transaction,
         result: &R,
-    ) -> Result<(), InboxError> {
-        self.complete(transaction, false, serde_json::to_vec(result)).await
+    ) -> impl Future<Output = Result<(), InboxError>> + Send {
+        let json = serde_json::to_vec(result);
+        self.complete(transaction, false, json)
     }
 
     /// Records that the message can never be processed, and why, beside whatever else is written in the transaction. To
@@ -387,12 +388,13 @@ impl<T: Transactional> First<'_, T> {
     ///
     /// # Errors
     /// When it is not recorded: roll the transaction back.
-    pub async fn failed<E: Serialize + ?Sized>(
+    pub fn failed<E: Serialize + ?Sized>(
         self,
         transaction: &mut T::Transaction,
         reason: &E,
-    ) -> Result<(), InboxError> {
-        self.complete(transaction, true, serde_json::to_vec(reason)).await
+    ) -> impl Future<Output = Result<(), InboxError>> + Send {
+        let json = serde_json::to_vec(reason);
+        self.complete(transaction, true, json)
     }
 
     async fn complete(

@@ -8,13 +8,13 @@ use metrics::counter;
 use onlyonce_core::engine::CALL_TIME_MAX;
 use onlyonce_core::machine::{self, Claim};
 use onlyonce_core::{
-    Claimed, Finished, Recorded, Revision, StoreError, TransactionError, Transactional, Verdict,
+    Claimed, Finished, Id, Recorded, Revision, StoreError, TransactionError, Transactional, Verdict,
 };
 use serde::Serialize;
 use tokio::time::timeout;
 use tracing::{Instrument, error};
 
-use super::{Duplicate, Inbox, InboxError, Incoming};
+use super::{Duplicate, Inbox, InboxError, Incoming, Shared};
 use crate::function::recorded;
 use crate::layer::Execution;
 use crate::renewal::Renewal;
@@ -82,20 +82,25 @@ impl<T: Transactional> Attempt<T> {
     /// # Errors
     /// When nothing is committed, or nobody knows: put the message back. It is not held any more, or only until its
     /// lease ends, and a copy is told what came of it.
-    pub async fn done<R: Serialize + ?Sized>(
-        mut self,
-        mut transaction: T::Transaction,
+    pub fn done<R: Serialize + ?Sized>(
+        self,
+        transaction: T::Transaction,
         result: &R,
-    ) -> Result<(), InboxError> {
-        let shared = Arc::clone(&self.inbox.shared);
-        let outcome = recorded(self.execution.attempt, false, serde_json::to_vec(result)).encode();
+    ) -> impl Future<Output = Result<(), InboxError>> + Send + use<T, R> {
+        let recorded = recorded(self.execution.attempt, false, serde_json::to_vec(result));
+        self.commit(transaction, recorded)
+    }
+
+    async fn commit(mut self, mut transaction: T::Transaction, result: Recorded) -> Result<(), InboxError> {
+        let (shared, operation) = (Arc::clone(&self.inbox.shared), self.execution.operation.id());
+        let outcome = result.encode();
         let grant = self.renewal.settled().await;
         match grant.complete_in(&shared.store, &mut transaction, outcome).await {
             Ok(Finished::Written) => {}
             Ok(Finished::LeaseLost) => {
                 shared.store.roll_back(transaction).await;
                 counter!(LOST_LEASES).increment(1);
-                error!(operation = %self.execution.operation.id(), "the lease was lost to another worker; nothing was committed");
+                error!(%operation, "the lease was lost to another worker; nothing was committed");
                 return Err(InboxError::LeaseLost);
             }
             Err(error) => {
@@ -106,7 +111,7 @@ impl<T: Transactional> Attempt<T> {
         }
         match shared.store.commit(transaction).await {
             Ok(()) => Ok(()),
-            Err(error) if may_have_applied(&error) && self.is_done().await => Ok(()),
+            Err(error) if may_have_applied(&error) && shared.is_done(operation).await => Ok(()),
             Err(error) => {
                 self.again().await;
                 Err(error.into())
@@ -121,9 +126,9 @@ impl<T: Transactional> Attempt<T> {
 
     /// Ends an attempt at a message that can never be processed: it is remembered as that, and its copies are
     /// duplicates. `false` if that is not recorded: a copy is then tried again.
-    pub async fn failed<E: Serialize + ?Sized>(self, reason: &E) -> bool {
-        let outcome: Recorded = recorded(self.execution.attempt, true, serde_json::to_vec(reason));
-        self.end(Verdict::Keep(outcome.encode())).await == Some(Finished::Written)
+    pub fn failed<E: Serialize + ?Sized>(self, reason: &E) -> impl Future<Output = bool> + Send + use<T, E> {
+        let recorded = recorded(self.execution.attempt, true, serde_json::to_vec(reason));
+        async move { self.end(Verdict::Keep(recorded.encode())).await == Some(Finished::Written) }
     }
 
     /// On a task of its own, so that a store that is away keeps nobody from putting the message back.
@@ -131,14 +136,14 @@ impl<T: Transactional> Attempt<T> {
         let ending = tokio::spawn(self.renewal.finish(verdict).in_current_span());
         timeout(UNDONE_GRACE, ending).await.ok()?.ok()?
     }
+}
 
+impl<T> Shared<T> {
     /// Whether the outcome is there. If it is not it may still come: only the end of the attempt settles that.
-    async fn is_done(&self) -> bool {
-        let shared = &self.inbox.shared;
-        let read = timeout(CALL_TIME_MAX, shared.keys.read(self.execution.operation.id())).await;
+    async fn is_done(&self, operation: Id) -> bool {
+        let read = timeout(CALL_TIME_MAX, self.keys.read(operation)).await;
         let Ok(Ok(Some(seen))) = read else { return false };
-        let claim =
-            machine::claim(&seen, seen.record.fingerprint, Revision::fresh(), &shared.config.policy());
+        let claim = machine::claim(&seen, seen.record.fingerprint, Revision::fresh(), &self.config.policy());
         matches!(claim, Claim::Replay(_))
     }
 }
