@@ -15,7 +15,7 @@ struct Rule {
     never: &'static [&'static str],
 }
 
-const RULES: [Rule; 13] = [
+const RULES: [Rule; 14] = [
     Rule {
         name: "onlyonce-core",
         may: &[],
@@ -79,6 +79,12 @@ const RULES: [Rule; 13] = [
         may: &["onlyonce", "onlyonce-postgres"],
         may_in_tests: &["onlyonce-testkit"],
         never: &["native-tls", "aws-lc-rs"],
+    },
+    Rule {
+        name: "webhook-receiver",
+        may: &["onlyonce", "onlyonce-sqlite"],
+        may_in_tests: &["onlyonce-testkit"],
+        never: &[],
     },
     Rule {
         name: "onlyonce-bench",

@@ -64,15 +64,15 @@ impl Example {
     }
 
     /// Kills it as `kill -9` does.
-    pub fn kill(self) {
-        drop(self);
+    pub fn kill(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
 impl Drop for Example {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.kill();
     }
 }
 

@@ -6,7 +6,7 @@ use reqwest::StatusCode;
 use serde::{Deserialize, Serialize};
 
 /// How long the provider may take. A connection and the payer's lock are held meanwhile.
-const ANSWER_TIME_MAX: Duration = Duration::from_secs(3);
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
 
 #[derive(Clone)]
 pub(crate) struct Cards {

@@ -36,7 +36,7 @@ async fn serve() -> Result<(), Box<dyn Error>> {
     let pool = PgPoolOptions::new().max_connections(16).connect(&url).await?;
     sqlx::raw_sql(include_str!("../schema.sql")).execute(&pool).await?;
     let store = PostgresStore::open(&url.parse()?).await?;
-    let once = layer(store.transactions(pool.clone()).await?)?;
+    let once = layer(store.transactions(&pool).await?)?;
 
     let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:3000".into());
     let listener = TcpListener::bind(address).await?;

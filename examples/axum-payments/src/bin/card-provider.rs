@@ -82,7 +82,7 @@ async fn charge(State(shared): State<Shared>, headers: HeaderMap, Json(order): J
     match charged {
         Ok(_) if mood == Mood::Failing => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
         Ok(charge) => (StatusCode::CREATED, Json(charge)).into_response(),
-        Err(refusal) => refusal,
+        Err(refused) => refused.into_response(),
     }
 }
 
@@ -127,17 +127,16 @@ impl Provider {
     }
 
     /// What providers do with a key: one charge, and a refusal of another order under the same key.
-    fn charge_once(&mut self, key: &str, order: Order) -> Result<Charge, Response> {
+    fn charge_once(&mut self, key: &str, order: Order) -> Result<Charge, StatusCode> {
         match self.charges.get(key) {
             Some(earlier) if *earlier != order => {
-                let said = "this key was used for another charge\n";
-                return Err((StatusCode::UNPROCESSABLE_ENTITY, said).into_response());
+                return Err(StatusCode::UNPROCESSABLE_ENTITY);
             }
             Some(_) => {}
             None => {
                 let Order { card, amount } = &order;
                 if writeln!(self.file, "{key} {amount} {card}").and_then(|()| self.file.sync_all()).is_err() {
-                    return Err(StatusCode::INSUFFICIENT_STORAGE.into_response());
+                    return Err(StatusCode::INSUFFICIENT_STORAGE);
                 }
                 self.charges.insert(key.to_owned(), order);
             }
