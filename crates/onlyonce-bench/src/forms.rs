@@ -70,7 +70,7 @@ async fn forms(server: &Postgres) -> [Pay; 2] {
     let options: PostgresOptions = url.parse().expect("the testkit's URL");
     let store = PostgresStore::open(&options).await.expect("a private server");
     let pool = PgPoolOptions::new().max_connections(16).connect(&url).await.expect("a private server");
-    let transactions = store.transactions(pool.clone()).await.expect("the same server");
+    let transactions = store.transactions(&pool).await.expect("the same server");
 
     let layer = OnlyonceLayer::builder(store).build().expect("the defaults");
     let layered = layer.layer(tower::service_fn(move |request: Asked| {

@@ -65,7 +65,7 @@
 //! // With these a machine that vanished is noticed within a minute, and its transactions are rolled back.
 //! let keepalive = [("tcp_keepalives_idle", "30"), ("tcp_keepalives_interval", "10"), ("tcp_keepalives_count", "3")];
 //! let pool = PgPool::connect_with(url.parse::<PgConnectOptions>()?.options(keepalive)).await?;
-//! let transactions = store.transactions(pool).await?;
+//! let transactions = store.transactions(&pool).await?;
 //!
 //! let payment = Operation::new("default", "POST /payments", "ann", Key::new("order-4711")?);
 //! let request = Fingerprint { target: [0; 32], body: [1; 32] };

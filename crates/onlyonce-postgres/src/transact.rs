@@ -49,16 +49,16 @@ impl PostgresStore {
     /// [`Refused`](crate::OpenErrorKind::Refused) if the pool leads elsewhere, its user may not write the
     /// table, its transactions are read-only, or its commits can be forgotten and the store's options do not
     /// allow that. [`Failed`](crate::OpenErrorKind::Failed) if either database cannot be asked.
-    pub async fn transactions(&self, pool: PgPool) -> Result<PostgresTransactions, OpenError> {
+    pub async fn transactions(&self, pool: &PgPool) -> Result<PostgresTransactions, OpenError> {
         let target = Arc::clone(&self.shared.target);
         let place = self.place().await.map_err(|error| {
             OpenError::failed(format!("{} could not be asked", target.name)).with_source(error)
         })?;
-        let asking = check(&pool, &target, place);
+        let asking = check(pool, &target, place);
         timeout(CALL_TIME_MAX, asking).await.unwrap_or_else(|_| {
             Err(OpenError::failed(format!("the pool did not answer within {CALL_TIME_MAX:?}")))
         })?;
-        Ok(PostgresTransactions { store: self.clone(), pool, target })
+        Ok(PostgresTransactions { store: self.clone(), pool: pool.clone(), target })
     }
 
     async fn place(&self) -> Result<(i64, i64), StoreError> {

@@ -96,7 +96,7 @@ impl PostgresHarness {
         let create = format!("CREATE TABLE IF NOT EXISTS {table} (number serial, line text)");
         let pool = self.pool();
         pool.execute(raw_sql(AssertSqlSafe(create))).await.unwrap();
-        store.transactions(pool).await.unwrap()
+        store.transactions(&pool).await.unwrap()
     }
 }
 

@@ -39,7 +39,7 @@ async fn main() -> Outcome<()> {
     if place.starts_with("postgres://") {
         let store = PostgresStore::open(&place.parse::<PostgresOptions>()?).await?;
         let pool = PgPoolOptions::new().max_connections(4).connect(place).await?;
-        serve(Mortal { store: store.transactions(pool).await?, steps }, die_at_pause).await
+        serve(Mortal { store: store.transactions(&pool).await?, steps }, die_at_pause).await
     } else {
         let store = SqliteStore::open(&SqliteOptions::file(place).shared(true)).await?;
         let pool = SqlitePoolOptions::new().connect_with(SqliteConnectOptions::new().filename(place)).await?;

@@ -42,7 +42,7 @@ fn database() -> String {
 
 async fn transactions(url: &str) -> PostgresTransactions {
     let store = open(url).await;
-    store.transactions(pool(connect(url), 4)).await.unwrap()
+    store.transactions(&pool(connect(url), 4)).await.unwrap()
 }
 
 async fn note(transaction: &mut Tx, line: &str) -> Result<(), sqlx::Error> {
@@ -134,7 +134,7 @@ async fn a_user_has_their_own_settings_back_with_the_key() {
         let store = open(&url).await;
         let settings = [("lock_timeout", lock), ("statement_timeout", statement)];
         let pool = pool(connect(&url).options(settings), 1);
-        let shop = store.transactions(pool.clone()).await.unwrap();
+        let shop = store.transactions(&pool).await.unwrap();
         store.insert(&operation("lapsed"), expired()).await.unwrap();
         for key in ["new", "lapsed"] {
             let mut transaction = shop.begin(Duration::from_secs(3)).await.unwrap();
@@ -253,7 +253,7 @@ async fn stricter_isolation_levels_conflict_where_others_wait() {
         let url = server().url(&database);
         let store = open(&url).await;
         let default = [("default_transaction_isolation", isolation)];
-        let shop = store.transactions(pool(connect(&url).options(default), 4)).await.unwrap();
+        let shop = store.transactions(&pool(connect(&url).options(default), 4)).await.unwrap();
         let (mut transaction, held) = hold(&shop, "k").await;
         assert_eq!(show(&mut transaction, "transaction_isolation").await, isolation);
         let copy = tokio::spawn({
@@ -290,7 +290,7 @@ async fn a_serialization_failure_is_a_conflict() {
     let database = database();
     let url = server().url(&database);
     let default = [("default_transaction_isolation", "serializable")];
-    let shop = open(&url).await.transactions(pool(connect(&url).options(default), 4)).await.unwrap();
+    let shop = open(&url).await.transactions(&pool(connect(&url).options(default), 4)).await.unwrap();
     let (mut first, first_held) = hold(&shop, "k1").await;
     let (mut second, second_held) = hold(&shop, "k2").await;
     for (transaction, line) in [(&mut first, "k1"), (&mut second, "k2")] {
@@ -335,7 +335,7 @@ async fn a_deadlock_is_a_conflict() {
 }
 
 async fn refused(store: &PostgresStore, pool: PgPool, says: &[&str]) {
-    let error = store.transactions(pool).await.err().expect("refused");
+    let error = store.transactions(&pool).await.err().expect("refused");
     assert_eq!(error.kind(), OpenErrorKind::Refused, "{error}");
     let text = error.to_string();
     assert!(says.iter().all(|says| text.contains(says)), "{text}");
@@ -357,7 +357,7 @@ async fn a_pool_in_which_the_guarantee_would_not_hold_is_refused() {
     let volatile = connect(&url).options([("synchronous_commit", "off")]);
     refused(&store, pool(volatile.clone(), 1), &["volatile", "allow_volatile"]).await;
     let allowed = PostgresStore::open(&options(&url).allow_volatile(true)).await.unwrap();
-    let shop = allowed.transactions(pool(volatile, 1)).await.unwrap();
+    let shop = allowed.transactions(&pool(volatile, 1)).await.unwrap();
     let mut transaction = shop.begin(PATIENT).await.unwrap();
     assert_eq!(show(&mut transaction, "synchronous_commit").await, "off");
     let read_only = connect(&url).options([("default_transaction_read_only", "on")]);
@@ -376,8 +376,8 @@ async fn a_pool_in_which_the_guarantee_would_not_hold_is_refused() {
              GRANT SELECT, INSERT, UPDATE ON onlyonce.idempotency_keys TO {user}; GRANT INSERT ON notes TO {user}"
         ),
     );
-    execute(&store.transactions(of_user("x")).await.unwrap(), "k").await.unwrap();
-    let error = store.transactions(one("postgres://postgres@127.0.0.1:1/keys")).await.err().expect("away");
+    execute(&store.transactions(&of_user("x")).await.unwrap(), "k").await.unwrap();
+    let error = store.transactions(&one("postgres://postgres@127.0.0.1:1/keys")).await.err().expect("away");
     assert_eq!(error.kind(), OpenErrorKind::Failed, "{error}");
 }
 
@@ -387,7 +387,7 @@ async fn what_another_client_left_with_the_pooler_makes_no_commit_volatile() {
     let database = database();
     let bouncer = PgBouncer::start(server(), "default_pool_size = 1\n");
     let store = open(&server().url(&database)).await;
-    let shop = store.transactions(pool(connect(&bouncer.url(&database)), 1)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&bouncer.url(&database)), 1)).await.unwrap();
     let mut other = sqlx::PgConnection::connect_with(&connect(&bouncer.url(&database))).await.unwrap();
     other.execute(raw_sql("SET synchronous_commit = off; SET lock_timeout = '1234ms'")).await.unwrap();
     let (mut transaction, _) = hold(&shop, "k").await;
@@ -406,7 +406,7 @@ async fn an_execution_is_one_transaction() {
     server.sql(&database, "CREATE TABLE notes (line text)");
     let url = server.url(&database);
     let store = open(&url).await;
-    let shop = store.transactions(pool(connect(&url), 2)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&url), 2)).await.unwrap();
     let engine = Engine::new(Arc::new(store.clone()));
     let count = || {
         let next = server.sql(&database, "SELECT txid_snapshot_xmax(txid_current_snapshot())");
@@ -441,7 +441,7 @@ async fn an_execution_is_one_transaction() {
 async fn a_pool_without_a_free_connection_is_unavailable_in_time() {
     let database = database();
     let url = server().url(&database);
-    let shop = open(&url).await.transactions(pool(connect(&url), 1)).await.unwrap();
+    let shop = open(&url).await.transactions(&pool(connect(&url), 1)).await.unwrap();
     let (transaction, _) = hold(&shop, "k").await;
     let asked_at = Instant::now();
     let error = failed(shop.begin(PATIENT).await);
@@ -460,7 +460,7 @@ async fn a_server_that_vanished_is_given_up_in_time() {
     let proxy = Proxy::start(server().port()).await.unwrap();
     let store = open(&server().url(&database)).await;
     let url = format!("postgres://postgres@127.0.0.1:{}/{database}", proxy.port());
-    let shop = store.transactions(pool(connect(&url), 4)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&url), 4)).await.unwrap();
     let (mut completing, held) = hold(&shop, "k1").await;
     let (mut committing, committed) = hold(&shop, "k2").await;
     committed.complete(&shop, &mut committing, outcome()).await.unwrap();
@@ -490,7 +490,7 @@ async fn a_commit_whose_answer_is_lost_is_in_doubt_and_whole() {
     let proxy = Proxy::start(server().port()).await.unwrap();
     let store = open(&server().url(&database)).await;
     let url = format!("postgres://postgres@127.0.0.1:{}/{database}", proxy.port());
-    let shop = store.transactions(pool(connect(&url), 2)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&url), 2)).await.unwrap();
     let (mut kept, mut doubted_kept, mut undone) = (0, 0, 0);
     // A slow machine shifts the moments: as many rounds as it takes to meet each kind.
     for round in 0..400_u64 {
@@ -589,7 +589,7 @@ async fn work_and_key_stay_together_when_connections_are_cut() {
     let proxy = Proxy::start(server().port()).await.unwrap();
     let store = open(&server().url(&database)).await;
     let url = format!("postgres://postgres@127.0.0.1:{}/{database}", proxy.port());
-    let shop = store.transactions(pool(connect(&url), 6)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&url), 6)).await.unwrap();
     work_and_key_stay_together(shop, &proxy, &database, 40).await;
 }
 
@@ -599,7 +599,7 @@ async fn work_and_key_stay_together_when_the_poolers_connections_are_cut() {
     let proxy = Proxy::start(server().port()).await.unwrap();
     let pooler = PgBouncer::start_before(proxy.port(), "server_login_retry = 1\n");
     let store = open(&server().url(&database)).await;
-    let shop = store.transactions(pool(connect(&pooler.url(&database)), 6)).await.unwrap();
+    let shop = store.transactions(&pool(connect(&pooler.url(&database)), 6)).await.unwrap();
     // A cut in a login makes PgBouncer refuse everyone for a second.
     work_and_key_stay_together(shop, &proxy, &database, 250).await;
 }
@@ -612,7 +612,7 @@ async fn a_caller_dropped_at_any_point_leaves_no_claim_and_no_transaction() {
     let url = server().url(&database);
     let store = open(&url).await;
     let pool = pool(connect(&url), 1);
-    let shop = store.transactions(pool.clone()).await.unwrap();
+    let shop = store.transactions(&pool).await.unwrap();
     let mut answered = 0;
     for round in 0..120_u32 {
         let key = format!("k{round:03}");

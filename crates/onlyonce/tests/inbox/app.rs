@@ -54,7 +54,7 @@ impl App for OnPostgres {
         let pool = PgPoolOptions::new().max_connections(10).connect_lazy(&url).unwrap();
         sqlx::query("CREATE TABLE effects (line text)").execute(&pool).await.unwrap();
         let store = PostgresStore::open(&url.parse().unwrap()).await.unwrap();
-        let database = store.transactions(pool.clone()).await.unwrap();
+        let database = store.transactions(&pool).await.unwrap();
         Self { pool, database }
     }
 

@@ -58,7 +58,7 @@ impl OnPostgres {
     ) -> PostgresTransactions {
         let store = PostgresStore::open(&self.url.parse::<PostgresOptions>().unwrap()).await.unwrap();
         let pool = PgPoolOptions::new().max_connections(pool_size).connect_lazy_with(options);
-        store.transactions(pool).await.unwrap()
+        store.transactions(&pool).await.unwrap()
     }
 }
 
