@@ -74,8 +74,8 @@ use std::time::Duration;
 use http::{HeaderMap, StatusCode};
 use onlyonce_core::outcome::Value;
 use onlyonce_core::{
-    BodyMode, Claimed, Downstream, Engine, Fingerprint, Finished, Grant, IntoStore, Key, Lapse, Operation,
-    Outcome, Policy, Recorded, Refusal, Verdict, fingerprint,
+    BodyMode, Claimed, Engine, Fingerprint, Finished, Grant, IntoStore, Key, Lapse, Operation, Outcome,
+    Policy, Recorded, Refusal, Verdict, fingerprint,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -88,6 +88,7 @@ use crate::claim::claim;
 use crate::layer::{Config, Execution};
 use crate::renewal::Renewal;
 use crate::settings::{OnConcurrent, Settings, SettingsError, check_durations, check_retention};
+use crate::sweeper::Sweeper;
 use crate::work::InFlight;
 
 use error::Fate;
@@ -112,14 +113,17 @@ pub struct FunctionConfig {
     pub on_lapse: Lapse,
     /// How long a result is held back while it cannot be recorded, on the local monotonic clock.
     pub record_grace: Duration,
+    /// How often expired records are removed from the store, on the local monotonic clock. `None` leaves it to
+    /// somebody else.
+    pub sweep_every: Option<Duration>,
 }
 
 impl Default for FunctionConfig {
     fn default() -> Self {
-        let Config { namespace, record_grace, defaults, .. } = Config::default();
+        let Config { namespace, record_grace, sweep_every, defaults, .. } = Config::default();
         let lease = defaults.lease();
         let Settings { retention, on_concurrent, wait, on_lapse, .. } = defaults;
-        Self { namespace, lease, retention, on_concurrent, wait, on_lapse, record_grace }
+        Self { namespace, lease, retention, on_concurrent, wait, on_lapse, record_grace, sweep_every }
     }
 }
 
@@ -138,6 +142,9 @@ impl FunctionConfig {
             ("wait", self.wait),
             ("record_grace", self.record_grace),
         ])?;
+        if let Some(every) = self.sweep_every {
+            check_durations(&[("sweep_every", every)])?;
+        }
         check_retention(self.retention, self.lease)
     }
 
@@ -155,7 +162,8 @@ impl FunctionConfig {
 
 /// Runs a function once for each key.
 ///
-/// Cheap to clone; clones share the store and the running work.
+/// Cheap to clone; clones share the store and the running work. While there is one, expired records are removed
+/// from the store every [`sweep_every`](FunctionConfig::sweep_every).
 #[derive(Clone)]
 pub struct Once {
     shared: Arc<Shared>,
@@ -167,6 +175,7 @@ struct Shared {
     name: String,
     config: FunctionConfig,
     tasks: TaskTracker,
+    sweeper: Sweeper,
 }
 
 /// What the work returned.
@@ -198,8 +207,14 @@ impl Once {
             return Err(SettingsError::new("name", "must not be empty"));
         }
         config.check()?;
-        let shared =
-            Shared { engine: Engine::new(store.into_store()), name, config, tasks: TaskTracker::new() };
+        let store = store.into_store();
+        let shared = Shared {
+            engine: Engine::new(Arc::clone(&store)),
+            name,
+            tasks: TaskTracker::new(),
+            sweeper: Sweeper::new(store, config.sweep_every),
+            config,
+        };
         Ok(Self { shared: Arc::new(shared), caller: String::new() })
     }
 
@@ -240,6 +255,7 @@ impl Once {
             let tasks = shared.tasks.clone();
             // When the caller gives up, this future is dropped; the work must not be.
             let (reply, answer) = oneshot::channel();
+            shared.sweeper.start();
             tasks.spawn(Job { shared, operation }.run(fingerprint, work, reply).in_current_span());
             match answer.await {
                 Ok(Ended::Returned(returned)) => returned,
@@ -250,20 +266,12 @@ impl Once {
         }
     }
 
-    /// Waits until no guarded work is running, its outcome recorded or its lease ended. For a graceful shutdown,
-    /// after the last call.
+    /// Waits until no guarded work is running, its outcome recorded or its lease ended, and removes no more expired
+    /// records. For a graceful shutdown, after the last call.
     pub async fn drained(&self) {
+        self.shared.sweeper.stop();
         self.shared.tasks.close();
         self.shared.tasks.wait().await;
-    }
-}
-
-impl Execution {
-    /// The key of the side effect that the work calls `label`, for its provider to dedupe on; the same on
-    /// every attempt. See [`onlyonce_core::downstream`].
-    #[must_use]
-    pub fn downstream(&self, label: &str) -> Downstream {
-        self.operation.downstream(label)
     }
 }
 

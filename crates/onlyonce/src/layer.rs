@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use onlyonce_core::{Engine, IntoStore, Operation};
+use onlyonce_core::{Downstream, Engine, IntoStore, Operation};
 use tokio_util::task::TaskTracker;
 use tower_layer::Layer;
 
@@ -169,6 +169,15 @@ pub struct Execution {
     /// Which attempt this is since the key was last free; the first is 1. On a later one the work may
     /// have happened before, wholly or in part.
     pub attempt: u32,
+}
+
+impl Execution {
+    /// The key of the side effect that the work calls `label`, for its provider to dedupe on; the same on
+    /// every attempt. See [`onlyonce_core::downstream`].
+    #[must_use]
+    pub fn downstream(&self, label: &str) -> Downstream {
+        self.operation.downstream(label)
+    }
 }
 
 /// A response extension: by it the inner service says that it could not do the work. The layer then

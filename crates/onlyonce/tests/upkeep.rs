@@ -8,7 +8,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::Full;
-use onlyonce::{Key, MemoryStore, NAMESPACE_DEFAULT, OnlyonceLayer, Operation, RequestBody, Store};
+use onlyonce::{
+    Failed, FunctionConfig, Key, MemoryStore, NAMESPACE_DEFAULT, Once, OnlyonceLayer, Operation, RequestBody,
+    Store,
+};
 use onlyonce_core::Timestamp;
 use tokio::time::{Instant, sleep};
 use tower::{Layer, ServiceExt, service_fn};
@@ -45,6 +48,20 @@ async fn expired_records_are_removed_unless_that_is_turned_off() {
         sleep(Duration::from_secs(150)).await;
         assert_eq!(is_kept(&store).await, every.is_none());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_function_removes_expired_records_as_well() {
+    let store = store();
+    let config = FunctionConfig { retention: Duration::from_secs(600), ..FunctionConfig::default() };
+    let once = Once::new(store.clone(), "pay", config).unwrap();
+    let key = Key::new("k").unwrap();
+    once.run(key.clone(), "100", |_| async { Ok::<_, Failed>("paid".to_owned()) }).await.unwrap();
+    let id = Operation::new(NAMESPACE_DEFAULT, "pay", "", key).id();
+    sleep(Duration::from_secs(530)).await;
+    assert!(store.read(id).await.unwrap().is_some());
+    sleep(Duration::from_secs(150)).await;
+    assert!(store.read(id).await.unwrap().is_none());
 }
 
 #[test]
