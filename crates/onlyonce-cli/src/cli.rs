@@ -14,8 +14,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::config::{ConfigError, ProxyConfig};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
+use crate::run::keeper;
+use crate::runs::{self, RunsCommand};
 use crate::telemetry::{self, LogFormat};
-use crate::{demo, doctor, migrate, send};
+use crate::{demo, doctor, migrate, run, send};
 
 /// The exit code of what was asked for and did not work.
 pub const FAILED: u8 = 1;
@@ -49,6 +51,8 @@ Examples:
       curl -d amount=10 -H 'Idempotency-Key: order-4711' http://127.0.0.1:8080/payments
   onlyonce send POST http://127.0.0.1:8080/payments --data amount=10 --intent order-4711
       Sends a request until its outcome is known, with one key, also across a crash.
+  onlyonce run --job billing --every month --tz Europe/Berlin -- ./bill.sh
+      Runs a command once for each month, however often and wherever it is started.
   onlyonce keys list
       Shows what the proxy remembers.
   onlyonce doctor
@@ -72,6 +76,14 @@ enum Command {
     Migrate(migrate::MigrateArgs),
     /// Send a request with one key until its outcome is known
     Send(Box<send::SendArgs>),
+    /// Run a command once for each period: what a crontab starts, on however many hosts
+    Run(Box<run::RunArgs>),
+    /// Show which periods were run, by whom, and which are missing
+    #[command(subcommand)]
+    Runs(RunsCommand),
+    /// Keep a command for `onlyonce run`
+    #[command(name = run::KEEPER, hide = true)]
+    Keeper(keeper::KeeperArgs),
     /// Check store, upstream and configuration
     Doctor(doctor::DoctorArgs),
 }
@@ -160,10 +172,12 @@ impl Cli {
     /// `None` where the store is not the person's to choose.
     fn store_args(&mut self) -> Option<&mut StoreArgs> {
         match &mut self.command {
-            Command::Demo(_) | Command::Send(_) => None,
+            Command::Demo(_) | Command::Send(_) | Command::Keeper(_) => None,
             Command::Proxy(args) => Some(&mut args.store),
             Command::Keys(command) => Some(command.store_args()),
             Command::Migrate(args) => Some(&mut args.store),
+            Command::Run(args) => Some(&mut args.store),
+            Command::Runs(command) => Some(command.store_args()),
             Command::Doctor(args) => Some(&mut args.store),
         }
     }
@@ -184,6 +198,9 @@ impl Cli {
             Command::Keys(command) => keys::run(command, &mut std::io::stdout().lock()).await,
             Command::Migrate(args) => migrate::run(&args, &mut std::io::stdout().lock()).await,
             Command::Send(args) => send::run(*args, &mut std::io::stdout().lock()).await,
+            Command::Run(args) => run::run(*args).await,
+            Command::Runs(command) => runs::run(command, &mut std::io::stdout().lock()).await,
+            Command::Keeper(args) => keeper::run(&args),
             Command::Doctor(args) => doctor::run(&args, &mut std::io::stdout().lock()).await,
         };
         match result {

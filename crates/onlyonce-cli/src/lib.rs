@@ -10,6 +10,7 @@
 //! | `admin`, [`telemetry`], [`metered`] | health, metrics, logs |
 //! | [`keys`], [`doctor`], [`migrate`] | what people do with a store |
 //! | [`send`] | one request, sent until its outcome is known |
+//! | [`run`], [`runs`] | a command, run once for each period |
 //! | [`demo`] | a payments API with and without the proxy |
 //!
 //! ```no_run
@@ -47,6 +48,8 @@ pub mod keys;
 pub mod metered;
 pub mod migrate;
 pub mod proxy;
+pub mod run;
+pub mod runs;
 pub mod send;
 mod server;
 pub mod store;

@@ -564,9 +564,10 @@ fn offset_at(zone: &TimeZone, at: Timestamp) -> String {
     if seconds % 60 == 0 { text } else { format!("{text}:{:02}", seconds % 60) }
 }
 
-/// Two zones without a name of their own are told apart by their offset only, if they have just one.
+/// The name that all names of a zone stand for. Two zones without one are told apart by their offset only, if they have
+/// just one.
 fn zone_name(zone: &TimeZone) -> String {
-    match (zone.iana_name(), zone.to_fixed_offset()) {
+    match (zone.primary_iana_name(), zone.to_fixed_offset()) {
         (Some(name), _) => name.to_owned(),
         (None, Ok(_)) => offset_at(zone, Timestamp::UNIX_EPOCH),
         (None, Err(_)) => "unnamed".to_owned(),

@@ -529,11 +529,13 @@ fn the_ends_of_the_calendar_are_no_panic() {
 }
 
 #[test]
-fn a_zone_without_a_name_is_called_by_its_offset() {
+fn a_zone_is_called_by_one_of_its_names_or_by_its_offset() {
     let instant = at("2026-07-14T12:00Z");
     for (place, name) in [
         (TimeZone::UTC, "UTC"),
+        (zone("Etc/UTC"), "UTC"),
         (zone("europe/berlin"), "Europe/Berlin"),
+        (zone("Asia/Calcutta"), "Asia/Kolkata"),
         (TimeZone::fixed(jiff::tz::offset(-3)), "-03:00"),
     ] {
         assert_eq!(Period::month(&place, instant).zone(), name);
