@@ -6,16 +6,14 @@ mod webhook;
 
 use std::error::Error;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::routing::post;
-use onlyonce::{FunctionConfig, Once, Store};
+use onlyonce::{FunctionConfig, Once};
 use onlyonce_sqlite::{SqliteOptions, SqliteStore};
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePool};
 use tokio::net::TcpListener;
-use tokio::time::{interval, sleep};
 
 use signature::Secrets;
 use webhook::Receiver;
@@ -46,10 +44,9 @@ async fn serve() -> Result<(), Box<dyn Error>> {
     let shop = shop.await?;
     sqlx::raw_sql(include_str!("../schema.sql")).execute(&shop).await?;
 
-    let store: Arc<dyn Store> = Arc::new(SqliteStore::open(&SqliteOptions::file("keys.db")).await?);
+    let store = SqliteStore::open(&SqliteOptions::file("keys.db")).await?;
     let config = FunctionConfig { lease: LEASE, retention: RETENTION, ..FunctionConfig::default() };
-    let once = Once::new(Arc::clone(&store), "webhook", config)?;
-    tokio::spawn(forget_expired(store));
+    let once = Once::new(store, "webhook", config)?;
 
     let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:3000".into());
     let listener = TcpListener::bind(address).await?;
@@ -60,19 +57,6 @@ async fn serve() -> Result<(), Box<dyn Error>> {
     // Work whose provider hung up has no connection that the server would wait for.
     once.drained().await;
     Ok(())
-}
-
-/// Frees the space of keys whose retention is over. Nothing else depends on it.
-async fn forget_expired(store: Arc<dyn Store>) {
-    const ROWS_MAX: u32 = 1_000;
-    let mut hourly = interval(Duration::from_secs(3_600));
-    loop {
-        hourly.tick().await;
-        while store.sweep(ROWS_MAX).await.is_ok_and(|rows| rows == u64::from(ROWS_MAX)) {
-            // Claims go first.
-            sleep(Duration::from_millis(10)).await;
-        }
-    }
 }
 
 /// A real one waits for SIGTERM as well.

@@ -133,6 +133,7 @@ fn an_error_that_says_nothing_is_left_to_the_lease_and_then_tried_again() {
     std::fs::create_dir(folder.path().join("receipts.txt")).unwrap();
     let failed = receiver.ask(&delivery);
     assert!(failed.starts_with("HTTP/1.1 503 ") && (1..=10).contains(&retry_after(&failed)), "{failed}");
+    assert!(failed.ends_with("not known to be done; send it again\n"), "{failed}");
     std::fs::remove_dir(folder.path().join("receipts.txt")).unwrap();
     let told = until_done(&receiver, &delivery);
     assert!(told.iter().all(|told| told.starts_with("HTTP/1.1 409 ")), "{told:?}");
