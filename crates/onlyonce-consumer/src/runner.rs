@@ -109,7 +109,9 @@ impl<B: Broker, T: Transactional + Clone> Consumer<B, T> {
     ) -> Result<(), ConsumerError> {
         let Self { broker, inbox, store, settings } = self;
         let consumer = inbox.consumer().to_owned();
-        let permits = Arc::new(Semaphore::new(settings.concurrency.into()));
+        // Where transactions take turns, more would only hold messages while they wait for theirs.
+        let concurrency = if T::ONE_WRITER { 1 } else { settings.concurrency };
+        let permits = Arc::new(Semaphore::new(concurrency.into()));
         let (tasks, interrupt) = (TaskTracker::new(), CancellationToken::new());
         let grace = settings.shutdown_grace;
         let worker = Arc::new(Worker::new(inbox, store, handler, settings, interrupt.clone()));

@@ -23,7 +23,8 @@ pub struct Settings {
     /// another payload is then dead-lettered; otherwise it is taken for a copy. A change makes copies of messages that
     /// were processed before it look like messages with another payload.
     pub check_payload: bool,
-    /// How many messages are processed at a time. On SQLite one: transactions that write take turns there.
+    /// How many messages are processed at a time; on a store where one transaction at a time can write, such as
+    /// SQLite, never more than one.
     pub concurrency: u16,
     /// How many messages the broker hands out that are not settled, those being processed among them. At least
     /// `concurrency`.
