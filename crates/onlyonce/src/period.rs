@@ -49,11 +49,12 @@ mod calendar;
 mod cron;
 mod run;
 
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use onlyonce_core::transact::{self, ClaimedIn};
+use onlyonce_core::transact::{self, ClaimedIn, Held};
 use onlyonce_core::{
     BodyMode, Claimed, Engine, Fingerprint, Finished, IntoStore, Key, Lapse, Operation, Policy, Refusal,
     StoreError, TransactionError, Transactional, Verdict, fingerprint,
@@ -227,11 +228,38 @@ impl<T: Transactional> Periods<T> {
         Ok(Self { engine: Engine::new(store.store()), store, config })
     }
 
+    /// Claims the period inside `transaction`, before the work.
+    ///
+    /// # Errors
+    /// See [`PeriodError`]: nothing may be done for the period.
+    pub async fn claim(
+        &self,
+        transaction: &mut T::Transaction,
+        job: &str,
+        period: &Period,
+    ) -> Result<Claim<'_, T>, PeriodError> {
+        let (operation, policy) = self.claimable(job, period)?;
+        let fingerprint = fingerprint_of(period);
+        match transact::claim(&self.store, transaction, &operation, fingerprint, &policy).await? {
+            ClaimedIn::Execute(held) => {
+                let execution = Execution { operation: Arc::new(operation), attempt: held.attempt() };
+                let (store, host) = (&self.store, self.config.host.clone());
+                let period = period.clone();
+                Ok(Claim::Run(Turn { store, held, execution, period, host, started: Started::now() }))
+            }
+            ClaimedIn::Replay(outcome) => Ok(Claim::Before(Run::read(&outcome)?)),
+            ClaimedIn::Refused(refusal) => Err(refusal.into()),
+        }
+    }
+
     /// Has `work` run inside `transaction` unless the period was run before. The run is recorded beside what it wrote, and
     /// counts once the transaction is committed, which is yours to do.
     ///
+    /// In a spawned task use [`claim`](Self::claim): the compiler cannot tell yet that what an async closure returns may go to
+    /// another thread.
+    ///
     /// # Errors
-    /// Roll back. See [`PeriodError`].
+    /// Roll back. See [`PeriodError`]; [`PeriodError::Work`] has what `work` said.
     pub async fn once<R, E, W>(
         &self,
         transaction: &mut T::Transaction,
@@ -242,20 +270,49 @@ impl<T: Transactional> Periods<T> {
     where
         W: AsyncFnOnce(&mut T::Transaction, &Execution) -> Result<R, E>,
     {
-        let (operation, policy) = self.claimable(job, period)?;
-        let claimed =
-            transact::claim(&self.store, transaction, &operation, fingerprint_of(period), &policy).await?;
-        let held = match claimed {
-            ClaimedIn::Execute(held) => held,
-            ClaimedIn::Replay(outcome) => return Ok(Ran::Before(Run::read(&outcome)?)),
-            ClaimedIn::Refused(refusal) => return Err(refusal.into()),
+        let turn = match self.claim(transaction, job, period).await.map_err(PeriodError::with_work)? {
+            Claim::Run(turn) => turn,
+            Claim::Before(run) => return Ok(Ran::Before(run)),
         };
-        let execution = Execution { operation: Arc::new(operation), attempt: held.attempt() };
-        let started = Started::now();
-        let result = work(&mut *transaction, &execution).await.map_err(PeriodError::Work)?;
-        let run = started.ended(period, self.config.host.clone());
-        held.complete(&self.store, transaction, run.outcome(held.attempt())).await?;
+        let result = work(&mut *transaction, turn.execution()).await.map_err(PeriodError::Work)?;
+        turn.done(transaction).await.map_err(PeriodError::with_work)?;
         Ok(Ran::Now(result))
+    }
+}
+
+/// What a claim told.
+pub enum Claim<'a, T> {
+    /// Do the work in this transaction, then [`Turn::done`], then commit.
+    Run(Turn<'a, T>),
+    /// It was done before. Nothing was written.
+    Before(Run),
+}
+
+/// A period that is this transaction's to run.
+pub struct Turn<'a, T> {
+    store: &'a T,
+    held: Held,
+    execution: Execution,
+    period: Period,
+    host: Option<String>,
+    started: Started,
+}
+
+impl<T: Transactional> Turn<'_, T> {
+    /// Which run it is, for logs and for [downstream keys](Execution::downstream).
+    #[must_use]
+    pub fn execution(&self) -> &Execution {
+        &self.execution
+    }
+
+    /// Records the run beside the work. It counts once the transaction is committed.
+    ///
+    /// # Errors
+    /// When it is not recorded: roll back.
+    pub async fn done(self, transaction: &mut T::Transaction) -> Result<(), PeriodError> {
+        let Self { store, held, period, host, started, .. } = self;
+        let run = started.ended(&period, host);
+        Ok(held.complete(store, transaction, run.outcome(held.attempt())).await?)
     }
 }
 
@@ -336,7 +393,7 @@ impl Started {
 
 /// Why a period was not run, or its run not recorded.
 #[derive(Debug)]
-pub enum PeriodError<E> {
+pub enum PeriodError<E = Infallible> {
     /// The job's name cannot be one. Nothing ran.
     Job(MalformedJob),
     /// A setting cannot be. Nothing ran.
@@ -393,6 +450,24 @@ impl<E: std::error::Error + 'static> std::error::Error for PeriodError<E> {
             Self::Store(error) => Some(error),
             Self::Work(error) => Some(error),
             _ => None,
+        }
+    }
+}
+
+impl PeriodError {
+    /// The same error where there is work that can fail as well.
+    fn with_work<E>(self) -> PeriodError<E> {
+        match self {
+            Self::Job(error) => PeriodError::Job(error),
+            Self::Settings(error) => PeriodError::Settings(error),
+            Self::OtherSchedule => PeriodError::OtherSchedule,
+            Self::InFlight { lease_left } => PeriodError::InFlight { lease_left },
+            Self::Unknown => PeriodError::Unknown,
+            Self::Unreadable(error) => PeriodError::Unreadable(error),
+            Self::Transaction(error) => PeriodError::Transaction(error),
+            Self::Store(error) => PeriodError::Store(error),
+            Self::LeaseLost => PeriodError::LeaseLost,
+            Self::NotRecorded => PeriodError::NotRecorded,
         }
     }
 }
