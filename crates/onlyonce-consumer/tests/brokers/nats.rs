@@ -1,5 +1,6 @@
 //! What is NATS JetStream's own.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
@@ -7,31 +8,38 @@ use async_nats::jetstream::{self, Context, consumer, stream};
 use futures_util::StreamExt;
 use onlyonce_consumer::nats::{MESSAGE_ID, Nats, SUBJECT};
 use onlyonce_consumer::{Broker, BrokerError, BrokerErrorKind, Delivery};
+use onlyonce_testkit::Nats as Server;
 use tokio::time::sleep;
 
 use crate::queue::{Dead, Queue, Sent, fresh_name, message, next, nothing, reason};
+use crate::storm::Storm;
 
 /// A stream with one consumer and a stream for its dead letters, and a connection beside the adapter's.
 pub(crate) struct NatsQueue {
     name: String,
+    /// Of a broker of its own.
+    alone: Option<Arc<Server>>,
     context: Context,
 }
 
 /// Short, so that what was dropped comes again soon; long enough for a loaded machine.
 const ACK_WAIT: Duration = Duration::from_secs(3);
 
-fn server() -> &'static onlyonce_testkit::Nats {
-    onlyonce_testkit::Nats::shared()
-}
+/// The name that `examples/consumer.rs` gives.
+const CONSUMER: &str = "orders";
 
-fn url_at(port: u16) -> String {
-    let (before, after) = server().url().rsplit_once(&format!(":{}", server().port())).unwrap();
-    format!("{before}:{port}{after}")
+fn server() -> &'static Server {
+    Server::shared()
 }
 
 impl NatsQueue {
     async fn with_max_age(max_age: Duration) -> Self {
-        let context = jetstream::new(async_nats::connect(server().url()).await.unwrap());
+        Self::with(None, max_age).await
+    }
+
+    async fn with(alone: Option<Arc<Server>>, max_age: Duration) -> Self {
+        let url = alone.as_deref().unwrap_or_else(|| server()).url();
+        let context = jetstream::new(async_nats::connect(url).await.unwrap());
         let name = fresh_name("orders");
         let subjects = |prefix: &str| vec![format!("{prefix}.{name}")];
         for (stream, subjects) in [(name.clone(), subjects("in")), (format!("{name}-dead"), subjects("dead"))]
@@ -45,7 +53,11 @@ impl NatsQueue {
             };
             context.create_stream(config).await.unwrap();
         }
-        Self { name, context }
+        Self { name, alone, context }
+    }
+
+    fn server(&self) -> &Server {
+        self.alone.as_deref().unwrap_or_else(|| server())
     }
 
     fn subject(&self) -> String {
@@ -61,7 +73,7 @@ impl NatsQueue {
     /// What becomes of a subscription to a consumer that was made with this configuration.
     async fn subscribed_to(&self, config: consumer::Config) -> Result<(), BrokerError> {
         let context = &self.context;
-        let subject = format!("$JS.API.CONSUMER.DURABLE.CREATE.{}.{}", self.name, self.name);
+        let subject = format!("$JS.API.CONSUMER.DURABLE.CREATE.{}.{CONSUMER}", self.name);
         let request = serde_json::json!({"stream_name": self.name, "config": config});
         let answer =
             context.client().request(subject, serde_json::to_vec(&request).unwrap().into()).await.unwrap();
@@ -81,22 +93,17 @@ impl Queue for NatsQueue {
     }
 
     fn broker_at(&self, port: u16) -> Nats {
-        Nats::new(&url_at(port), &self.name, &self.name).unwrap().ack_wait(ACK_WAIT)
+        let url = format!("nats://127.0.0.1:{port}");
+        let broker = Nats::new(&url, &self.name, CONSUMER).unwrap().ack_wait(ACK_WAIT);
+        broker.dead_letters(&format!("dead.{}", self.name))
     }
 
     fn port(&self) -> u16 {
-        server().port()
+        self.server().port()
     }
 
     async fn publish(&self, sent: &Sent) {
-        let mut headers = HeaderMap::new();
-        for (name, value) in &sent.headers {
-            headers.insert(*name, *value);
-        }
-        if let Some(id) = &sent.id {
-            headers.insert("Nats-Msg-Id", id.as_str());
-        }
-        self.publish_with(sent.payload, headers).await;
+        self.publish_with(sent.payload, headers(sent)).await;
     }
 
     async fn dead_letter(&self) -> Dead {
@@ -111,6 +118,50 @@ impl Queue for NatsQueue {
             .collect();
         let id = headers.iter().find(|(name, _)| name == MESSAGE_ID).map(|(_, id)| id.clone());
         Dead { id, headers, payload: dead.payload.clone() }
+    }
+}
+
+fn headers(sent: &Sent) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    for (name, value) in &sent.headers {
+        headers.insert(*name, *value);
+    }
+    if let Some(id) = &sent.id {
+        headers.insert("Nats-Msg-Id", id.as_str());
+    }
+    headers
+}
+
+impl Storm for NatsQueue {
+    async fn alone() -> Self {
+        let server = tokio::task::spawn_blocking(Server::start).await.unwrap();
+        Self::with(Some(Arc::new(server)), Duration::ZERO).await
+    }
+
+    fn environment(&self) -> Vec<(&'static str, String)> {
+        let dead = format!("dead.{}", self.name);
+        vec![("BROKER", self.server().url().to_owned()), ("QUEUE", self.name.clone()), ("DEAD", dead)]
+    }
+
+    fn crash_broker(&self) {
+        self.server().crash();
+        self.server().start_again();
+    }
+
+    async fn publish_surely(&self, sent: &Sent) {
+        let publish = || async {
+            let subject = self.subject();
+            self.context.publish_with_headers(subject, headers(sent), sent.payload.into()).await?.await
+        };
+        while publish().await.is_err() {
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    async fn left(&self) -> u64 {
+        let stream = self.context.get_stream(&self.name).await.unwrap();
+        let info = stream.consumer_info(CONSUMER).await.unwrap();
+        info.num_pending + u64::try_from(info.num_ack_pending).unwrap()
     }
 }
 
@@ -141,7 +192,7 @@ async fn a_delivery_that_is_extended_is_not_delivered_again_and_one_that_is_not_
 #[tokio::test]
 async fn an_absent_stream_is_refused() {
     let queue = NatsQueue::fresh().await;
-    let broker = Nats::new(server().url(), "nowhere", &queue.name).unwrap();
+    let broker = Nats::new(queue.server().url(), "nowhere", CONSUMER).unwrap();
     let error = broker.subscribe(1).await.err().unwrap();
     assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
 }
@@ -164,14 +215,14 @@ async fn a_consumer_that_would_lose_messages_is_refused_with_the_reason() {
     for (change, reason) in wrong {
         let queue = NatsQueue::fresh().await;
         let mut config = suitable();
-        config.durable_name = Some(queue.name.clone());
+        config.durable_name = Some(CONSUMER.to_owned());
         change(&mut config);
         let error = queue.subscribed_to(config).await.err().unwrap_or_else(|| panic!("{reason}: taken"));
         assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
         assert!(error.to_string().contains(reason), "{error}");
     }
     let queue = NatsQueue::fresh().await;
-    let config = consumer::Config { durable_name: Some(queue.name.clone()), ..suitable() };
+    let config = consumer::Config { durable_name: Some(CONSUMER.to_owned()), ..suitable() };
     queue.subscribed_to(config).await.unwrap();
     let error = queue.broker().filter("in.something.else").subscribe(1).await.err().unwrap();
     assert!(error.to_string().contains("in.something.else"), "{error}");
@@ -204,7 +255,7 @@ async fn a_dead_letter_in_the_stream_it_came_from_is_kept() {
         ..stream::Config::default()
     };
     context.create_stream(config).await.unwrap();
-    let queue = NatsQueue { name: name.clone(), context };
+    let queue = NatsQueue { name: name.clone(), alone: None, context };
     let mut headers = HeaderMap::new();
     headers.insert("Nats-Msg-Id", "order-1");
     headers.insert("Nats-Expected-Stream", name.as_str());

@@ -1,5 +1,6 @@
 //! What is RabbitMQ's own.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
@@ -7,44 +8,77 @@ use lapin::types::{AMQPValue, FieldTable, LongString};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use onlyonce_consumer::rabbitmq::{EXCHANGE, ROUTING_KEY, RabbitMq};
 use onlyonce_consumer::{Broker, BrokerErrorKind, Delivery};
+use onlyonce_testkit::RabbitMq as Server;
+use tokio::sync::Mutex;
 use tokio::time::sleep;
 
 use crate::queue::{Dead, LONG, Queue, Sent, fresh_name, message, next, nothing, reason};
+use crate::storm::Storm;
 
 /// A queue, and a connection beside the adapter's.
 pub(crate) struct RabbitQueue {
     name: String,
-    channel: Channel,
-    _connection: Connection,
+    /// Of a broker of its own.
+    alone: Option<Arc<Server>>,
+    /// Made again when the broker was killed.
+    connected: Mutex<(Connection, Channel)>,
 }
 
-fn server() -> &'static onlyonce_testkit::RabbitMq {
-    onlyonce_testkit::RabbitMq::shared()
-}
-
-/// The URL of the server, by way of another port.
-fn url_at(port: u16) -> String {
-    let (before, after) = server().url().rsplit_once(&format!(":{}", server().port())).unwrap();
-    format!("{before}:{port}{after}")
+fn server() -> &'static Server {
+    Server::shared()
 }
 
 impl RabbitQueue {
     async fn declared(arguments: FieldTable) -> Self {
-        let connection = Connection::connect(server().url(), ConnectionProperties::default()).await.unwrap();
-        let channel = connection.create_channel().await.unwrap();
-        channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+        Self::declared_on(None, arguments).await
+    }
+
+    async fn declared_on(alone: Option<Arc<Server>>, arguments: FieldTable) -> Self {
+        let url = alone.as_deref().unwrap_or_else(|| server()).url();
+        let (connection, channel) = connected(url).await.unwrap();
         let name = fresh_name("orders");
         let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
         channel.queue_declare(name.as_str().into(), durable, arguments).await.unwrap();
-        Self { name, channel, _connection: connection }
+        Self { name, alone, connected: Mutex::new((connection, channel)) }
+    }
+
+    async fn channel(&self) -> Channel {
+        self.connected.lock().await.1.clone()
+    }
+
+    fn server(&self) -> &Server {
+        self.alone.as_deref().unwrap_or_else(|| server())
     }
 
     async fn publish_with(&self, payload: &[u8], properties: BasicProperties) {
+        assert!(self.published(payload, properties).await.unwrap());
+    }
+
+    /// Whether it is in the queue.
+    async fn published(&self, payload: &[u8], properties: BasicProperties) -> lapin::Result<bool> {
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let queue = self.name.as_str().into();
-        let confirm =
-            self.channel.basic_publish("".into(), queue, options, payload, properties).await.unwrap();
-        assert!(matches!(confirm.await.unwrap(), lapin::Confirmation::Ack(None)));
+        let (channel, queue) = (self.channel().await, self.name.as_str().into());
+        let confirm = channel.basic_publish("".into(), queue, options, payload, properties).await?;
+        Ok(matches!(confirm.await?, lapin::Confirmation::Ack(None)))
+    }
+}
+
+async fn connected(url: &str) -> lapin::Result<(Connection, Channel)> {
+    let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+    let channel = connection.create_channel().await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    Ok((connection, channel))
+}
+
+fn properties(sent: &Sent) -> BasicProperties {
+    let mut headers = FieldTable::default();
+    for (name, value) in &sent.headers {
+        headers.insert((*name).into(), text(value));
+    }
+    let properties = BasicProperties::default().with_headers(headers).with_delivery_mode(2);
+    match &sent.id {
+        Some(id) => properties.with_message_id(id.as_str().into()),
+        None => properties,
     }
 }
 
@@ -58,30 +92,26 @@ impl Queue for RabbitQueue {
     }
 
     fn broker_at(&self, port: u16) -> RabbitMq {
-        RabbitMq::new(&url_at(port), &self.name).unwrap()
+        let own = format!(":{}/", self.port());
+        let url = self.server().url().replace(&own, &format!(":{port}/"));
+        RabbitMq::new(&url, &self.name).unwrap()
     }
 
     fn port(&self) -> u16 {
-        server().port()
+        self.server().port()
     }
 
     async fn publish(&self, sent: &Sent) {
-        let mut headers = FieldTable::default();
-        for (name, value) in &sent.headers {
-            headers.insert((*name).into(), text(value));
-        }
-        let mut properties = BasicProperties::default().with_headers(headers).with_delivery_mode(2);
-        if let Some(id) = &sent.id {
-            properties = properties.with_message_id(id.as_str().into());
-        }
-        self.publish_with(sent.payload.as_bytes(), properties).await;
+        self.publish_with(sent.payload.as_bytes(), properties(sent)).await;
     }
 
     async fn dead_letter(&self) -> Dead {
         let name = format!("{}.dead", self.name);
         loop {
-            let options = BasicGetOptions { no_ack: true };
-            let Some(got) = self.channel.basic_get(name.as_str().into(), options).await.unwrap() else {
+            // A channel of its own: it is closed while there is no such queue.
+            let channel = self.connected.lock().await.0.create_channel().await.unwrap();
+            let got = channel.basic_get(name.as_str().into(), BasicGetOptions { no_ack: true }).await;
+            let Ok(Some(got)) = got else {
                 sleep(Duration::from_millis(50)).await;
                 continue;
             };
@@ -98,6 +128,39 @@ impl Queue for RabbitQueue {
                 payload: got.data.clone().into(),
             };
         }
+    }
+}
+
+impl Storm for RabbitQueue {
+    async fn alone() -> Self {
+        let server = tokio::task::spawn_blocking(Server::start).await.unwrap();
+        Self::declared_on(Some(Arc::new(server)), FieldTable::default()).await
+    }
+
+    fn environment(&self) -> Vec<(&'static str, String)> {
+        vec![("BROKER", self.server().url().to_owned()), ("QUEUE", self.name.clone())]
+    }
+
+    fn crash_broker(&self) {
+        self.server().crash();
+        self.server().start_again();
+    }
+
+    async fn publish_surely(&self, sent: &Sent) {
+        while !self.published(sent.payload.as_bytes(), properties(sent)).await.unwrap_or(false) {
+            if let Ok(again) = connected(self.server().url()).await {
+                *self.connected.lock().await = again;
+            } else {
+                sleep(Duration::from_millis(200)).await;
+            }
+        }
+    }
+
+    async fn left(&self) -> u64 {
+        let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        let (channel, name) = (self.channel().await, self.name.as_str().into());
+        let queue = channel.queue_declare(name, passive, FieldTable::default()).await;
+        queue.unwrap().message_count().into()
     }
 }
 
@@ -160,7 +223,12 @@ async fn a_dead_letter_says_where_it_came_from_and_nothing_that_would_lose_it() 
     let name = format!("{}.dead", queue.name);
     // Longer than the expiration.
     sleep(Duration::from_millis(2_500)).await;
-    let got = queue.channel.basic_get(name.as_str().into(), BasicGetOptions { no_ack: true }).await.unwrap();
+    let got = queue
+        .channel()
+        .await
+        .basic_get(name.as_str().into(), BasicGetOptions { no_ack: true })
+        .await
+        .unwrap();
     let dead = got.expect("it is still there");
     let own = &dead.properties;
     assert_eq!((own.expiration(), own.user_id()), (&None, &None));
@@ -183,7 +251,8 @@ async fn a_dead_letter_that_nobody_keeps_is_an_error_and_the_message_comes_again
     let delivery = next(&mut subscription).await;
     let name = format!("{}.dead", queue.name);
     queue
-        .channel
+        .channel()
+        .await
         .queue_delete(name.as_str().into(), lapin::options::QueueDeleteOptions::default())
         .await
         .unwrap();
@@ -201,7 +270,7 @@ async fn a_dead_letter_queue_that_exists_keeps_its_own_arguments() {
     quorum.insert("x-queue-type".into(), text("quorum"));
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     let name = format!("{}.dead", queue.name);
-    queue.channel.queue_declare(name.as_str().into(), durable, quorum).await.unwrap();
+    queue.channel().await.queue_declare(name.as_str().into(), durable, quorum).await.unwrap();
     queue.publish(&message("poison", "boom")).await;
     next(&mut queue.subscribe(1).await).await.dead_letter(&reason()).await.unwrap();
     assert_eq!(queue.dead_letter().await.id.as_deref(), Some("poison"));
