@@ -177,7 +177,8 @@ impl Held {
     /// Writes the outcome beside the work. It counts once the transaction is committed.
     ///
     /// # Errors
-    /// When the outcome is not written: the transaction must be rolled back.
+    /// When the outcome is not written: the transaction must be rolled back. If
+    /// [`StoreError::may_have_applied`], it is not the one that claimed the key any more.
     pub async fn complete<S: Transactional + ?Sized>(
         &self,
         store: &S,
@@ -192,8 +193,9 @@ impl Held {
             Replaced::Written(_) => Ok(()),
             // Nobody else can see the claim, so nobody else can have changed it.
             Replaced::Lost(_) => Err(TransactionError::Failed(StoreError::new(
-                StoreErrorKind::Unavailable,
-                "the claim is gone from its own transaction; was it rolled back to a savepoint?",
+                StoreErrorKind::Ambiguous,
+                "the claim is gone from its own transaction: it was ended by its user, and what was written since may be \
+                 committed; or it was rolled back to a savepoint",
             ))),
         }
     }

@@ -8,6 +8,7 @@ pub(crate) mod code {
     pub(crate) const PROTOCOL_VIOLATION: &str = "08P01";
     pub(crate) const FEATURE_NOT_SUPPORTED: &str = "0A000";
     pub(crate) const READ_ONLY: &str = "25006";
+    pub(crate) const NO_TRANSACTION: &str = "25P01";
     pub(crate) const NO_SUCH_STATEMENT: &str = "26000";
     pub(crate) const SERIALIZATION_FAILURE: &str = "40001";
     pub(crate) const DEADLOCK_DETECTED: &str = "40P01";

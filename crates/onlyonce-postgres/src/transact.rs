@@ -257,12 +257,16 @@ async fn fetch(
     query.fetch_all(connection).await
 }
 
-/// Race: a statement failed, and nobody looked. The server answers the COMMIT of such a transaction as it
-/// answers any other, and rolls back. So it is asked first for something that only an intact one can do;
-/// from then on nothing of the transaction can fail unseen.
+/// Race: a statement failed, and nobody looked; or the transaction was ended behind our back. The server
+/// answers the COMMIT of such a transaction as it answers any other, and commits nothing. So it is asked first
+/// for something that only an intact one can do; from then on nothing of the transaction can fail unseen.
 async fn commit(mut transaction: Transaction<'static, Postgres>) -> Result<(), TransactionError> {
-    let intact = transaction.execute(sqlx::raw_sql("SELECT 1")).await;
-    intact.map_err(|error| failed("commit", &error))?;
+    let intact = transaction.execute(sqlx::raw_sql("SAVEPOINT onlyonce")).await;
+    intact.map_err(|error| match sqlstate(&error) {
+        // Nobody knows how it was ended, and what was written since is committed.
+        Some(code::NO_TRANSACTION) => TransactionError::Failed(in_doubt("commit", &error)),
+        _ => failed("commit", &error),
+    })?;
     transaction.commit().await.map_err(|error| {
         if is_undone(&error) {
             failed("commit", &error)

@@ -22,6 +22,15 @@
 //! undone. A request without a key gets a transaction too, committed by the same rules, and nothing is
 //! recorded. A request that no rule covers has none, and [`Tx`] refuses it.
 //!
+//! It leaves the transaction's end to the layer: no `COMMIT` or `ROLLBACK` of its own, after which every
+//! statement commits alone. On Postgres sqlx does the same to it where the `begin` of a transaction nested inside
+//! fails or is dropped halfway, by a timeout for example; one that has begun may be dropped. An answer worth
+//! keeping is then answered by 503 unless it was recorded. Where the answer is not worth keeping nobody finds out:
+//! what was committed stays, and so may the key, until its lease ends.
+//!
+//! It needs no second connection of the pool that its transaction is from: where every connection belongs to
+//! such a handler, each waits for the others until the pool's `acquire_timeout`.
+//!
 //! An effect outside of the database, such as a card charge, cannot be rolled back: give it a
 //! [downstream key](Execution::downstream), which is the same when the handler runs again.
 //!

@@ -390,16 +390,19 @@ impl<T: Transactional> Job<T> {
             let completed = in_time(held.complete(store, &mut transaction, outcome)).await;
             if let Err(error) = completed {
                 self.roll_back(transaction).await;
-                return self.not_committed(error, reply);
+                return match error {
+                    TransactionError::Failed(error) if error.may_have_applied() => self.ended(&error, reply),
+                    error => self.not_committed(error, reply),
+                };
             }
         }
-        let committing = store.commit(transaction);
-        let error = match in_time(committing).await {
-            Ok(()) => {
+        let error = match timeout(CALL_TIME_MAX, store.commit(transaction)).await {
+            Ok(Ok(())) => {
                 self.pass(answer, reply);
                 return Run::Over;
             }
-            Err(error) => error,
+            Ok(Err(error)) => error,
+            Err(_) => TransactionError::Failed(late(StoreErrorKind::Ambiguous)),
         };
         match error {
             TransactionError::Failed(error) if error.may_have_applied() => {
@@ -433,6 +436,18 @@ impl<T: Transactional> Job<T> {
         };
         error!(%error, "the transaction could not be committed; it is rolled back");
         self.send(reply, self.shared.front.refusal(not_committed("for the database did not commit it")));
+        Run::Over
+    }
+
+    /// The work was written, and not all of it in the transaction that claimed the key.
+    fn ended<ResB, E>(&self, error: &StoreError, reply: &mut Replies<ResB, E>) -> Run {
+        error!(%error, "the handler ended its transaction; what it wrote afterwards may be committed without its answer");
+        let problem = Problem::new(
+            Code::NotCommitted,
+            "The service ended its transaction too early, and what became of the work is not recorded. A retry with the \
+             same key runs it again.",
+        );
+        self.send(reply, self.shared.front.refusal(problem.retry_after(RETRY_STORE_AFTER)));
         Run::Over
     }
 
@@ -539,13 +554,14 @@ fn not_committed(why: &str) -> Problem {
     Problem::new(Code::NotCommitted, detail).retry_after(RETRY_STORE_AFTER)
 }
 
+/// A call before the commit: late, it has changed nothing.
 async fn in_time<V>(call: impl Future<Output = Result<V, TransactionError>>) -> Result<V, TransactionError> {
-    timeout(CALL_TIME_MAX, call).await.unwrap_or_else(|_| {
-        Err(TransactionError::Failed(StoreError::new(
-            StoreErrorKind::Ambiguous,
-            format!("the database did not answer within {CALL_TIME_MAX:?}"),
-        )))
-    })
+    let late = |_| Err(TransactionError::Failed(late(StoreErrorKind::Unavailable)));
+    timeout(CALL_TIME_MAX, call).await.unwrap_or_else(late)
+}
+
+fn late(kind: StoreErrorKind) -> StoreError {
+    StoreError::new(kind, format!("the database did not answer within {CALL_TIME_MAX:?}"))
 }
 
 /// The same request again; its body is in memory.

@@ -4,6 +4,7 @@
 
 mod commits;
 mod crash;
+mod ended;
 mod shop;
 
 use std::time::Duration;
