@@ -12,10 +12,15 @@ use axum::routing::{get, post};
 use onlyonce::{BodyMode, Caller, KeyRule, SettingsError, TransactionalLayer};
 use onlyonce_postgres::{PostgresStore, PostgresTransactions};
 use sqlx::PgPool;
-use sqlx::postgres::PgPoolOptions;
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use tokio::net::TcpListener;
 
 use card::Cards;
+
+/// With these the server notices within a minute that this machine has vanished, and rolls its transactions back. (When
+/// only the process dies, it notices at once.)
+const KEEPALIVE: [(&str, &str); 3] =
+    [("tcp_keepalives_idle", "30"), ("tcp_keepalives_interval", "10"), ("tcp_keepalives_count", "3")];
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -33,7 +38,8 @@ async fn serve() -> Result<(), Box<dyn Error>> {
         .map_err(|_| "set DATABASE_URL to a Postgres database, such as postgres://localhost/payments")?;
     let provider = std::env::var("CARD_PROVIDER").unwrap_or_else(|_| "http://127.0.0.1:3001".into());
 
-    let pool = PgPoolOptions::new().max_connections(16).connect(&url).await?;
+    let options = url.parse::<PgConnectOptions>()?.options(KEEPALIVE);
+    let pool = PgPoolOptions::new().max_connections(16).connect_with(options).await?;
     sqlx::raw_sql(include_str!("../schema.sql")).execute(&pool).await?;
     let store = PostgresStore::open(&url.parse()?).await?;
     let once = layer(store.transactions(&pool).await?)?;
