@@ -12,6 +12,7 @@ use onlyonce_core::store::OpenError;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::{ConfigError, ProxyConfig};
+use crate::inbox::{self, InboxCommand};
 use crate::keys::{self, KeysCommand};
 use crate::proxy::{self, Running, StartError, Stopped};
 use crate::run::keeper;
@@ -72,6 +73,9 @@ enum Command {
     /// Look after the keys that the store remembers, also while the proxy runs
     #[command(subcommand)]
     Keys(KeysCommand),
+    /// Look after the messages that consumers have processed
+    #[command(subcommand)]
+    Inbox(InboxCommand),
     /// Create the store or bring its schema up to date
     Migrate(migrate::MigrateArgs),
     /// Send a request with one key until its outcome is known
@@ -175,6 +179,7 @@ impl Cli {
             Command::Demo(_) | Command::Send(_) | Command::Keeper(_) => None,
             Command::Proxy(args) => Some(&mut args.store),
             Command::Keys(command) => Some(command.store_args()),
+            Command::Inbox(command) => Some(command.store_args()),
             Command::Migrate(args) => Some(&mut args.store),
             Command::Run(args) => Some(&mut args.store),
             Command::Runs(command) => Some(command.store_args()),
@@ -196,6 +201,7 @@ impl Cli {
             Command::Demo(args) => demo::run(args).await,
             Command::Proxy(args) => serve(&args, self.log_format).await,
             Command::Keys(command) => keys::run(command, &mut std::io::stdout().lock()).await,
+            Command::Inbox(command) => inbox::run(command, &mut std::io::stdout().lock()).await,
             Command::Migrate(args) => migrate::run(&args, &mut std::io::stdout().lock()).await,
             Command::Send(args) => send::run(*args, &mut std::io::stdout().lock()).await,
             Command::Run(args) => run::run(*args).await,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use clap::{Args, Subcommand, ValueEnum};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use onlyonce::SWEEP_ROWS_MAX;
+use onlyonce::{SWEEP_ROWS_MAX, inbox};
 use onlyonce_core::machine::{self, Finish};
 use onlyonce_core::outcome::Response;
 use onlyonce_core::record::{Record, State as Stored};
@@ -94,16 +94,56 @@ impl KeysCommand {
 pub struct FilterArgs {
     /// Only the key with this id: 64 hexadecimal digits, as `keys show` prints them
     #[arg(long, value_name = "ID")]
-    id: Option<Id>,
+    pub(crate) id: Option<Id>,
     /// Only in this namespace
     #[arg(long, value_name = "NAME")]
-    namespace: Option<String>,
+    pub(crate) namespace: Option<String>,
     /// Only at this endpoint, such as 'POST /payments'
     #[arg(long, value_name = "ENDPOINT")]
-    endpoint: Option<String>,
+    pub(crate) endpoint: Option<String>,
     /// Only from this caller; '' is the anonymous one
     #[arg(long, value_name = "CALLER")]
-    caller: Option<String>,
+    pub(crate) caller: Option<String>,
+    /// Only keys of this kind.
+    #[arg(skip)]
+    pub(crate) kind: Kind,
+}
+
+/// Which keys a command is about, and how it speaks of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// All there are.
+    #[default]
+    Keys,
+    /// Those of inboxes.
+    Messages,
+}
+
+impl Kind {
+    fn has(self, entry: &Entry) -> bool {
+        self == Self::Keys || entry.operation.endpoint().starts_with(inbox::ENDPOINT_PREFIX)
+    }
+
+    fn noun(self) -> &'static str {
+        match self {
+            Self::Keys => "key",
+            Self::Messages => "message",
+        }
+    }
+
+    fn filters(self) -> &'static str {
+        match self {
+            Self::Keys => "--id, --namespace, --endpoint or --caller",
+            Self::Messages => "--id, --namespace or --consumer",
+        }
+    }
+
+    fn released(self) -> &'static str {
+        match self {
+            Self::Keys => "the next request with this key runs the work",
+            Self::Messages => "the message is processed when it is delivered again",
+        }
+    }
 }
 
 impl FilterArgs {
@@ -122,42 +162,42 @@ impl FilterArgs {
 #[derive(Args, Clone, Debug, Default)]
 pub struct ListArgs {
     #[command(flatten)]
-    filter: FilterArgs,
+    pub(crate) filter: FilterArgs,
     /// Only keys in this state
     #[arg(long, value_enum)]
-    state: Option<StateArg>,
+    pub(crate) state: Option<StateArg>,
     /// At most so many; 0 is all of them [default: 100, and all with --json]
     #[arg(long, value_name = "N")]
-    limit: Option<u64>,
+    pub(crate) limit: Option<u64>,
     /// Print a JSON array, for programs
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
     #[command(flatten)]
-    store: StoreArgs,
+    pub(crate) store: StoreArgs,
 }
 
 /// Which key is meant.
 #[derive(Args, Clone, Debug, Default)]
 pub struct KeyArgs {
     /// The client's Idempotency-Key, with or without its quotes
-    key: String,
+    pub(crate) key: String,
     #[command(flatten)]
-    filter: FilterArgs,
+    pub(crate) filter: FilterArgs,
     /// Print JSON, for programs
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
     #[command(flatten)]
-    store: StoreArgs,
+    pub(crate) store: StoreArgs,
 }
 
 /// What `keys release` is told.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ReleaseArgs {
     #[command(flatten)]
-    key: KeyArgs,
+    pub(crate) key: KeyArgs,
     /// Release it although its work may be running: it can then happen twice
     #[arg(long)]
-    force: bool,
+    pub(crate) force: bool,
 }
 
 /// What `keys complete` is told.
@@ -280,7 +320,9 @@ async fn list(args: &ListArgs, store: &OpenStore, out: &mut impl Write) -> Resul
         unreadable.extend(page.unreadable);
         let wanted = |entry: &Entry| {
             let state = State::of(&entry.record, entry.now);
-            state != State::Expired && args.state.is_none_or(|asked| state.is(asked))
+            args.filter.kind.has(entry)
+                && state != State::Expired
+                && args.state.is_none_or(|asked| state.is(asked))
         };
         let mut entries: Vec<Entry> = page.entries.into_iter().filter(wanted).collect();
         let more = u64::try_from(entries.len()).unwrap_or(u64::MAX) > left;
@@ -320,7 +362,7 @@ async fn release(args: &ReleaseArgs, store: &OpenStore, out: &mut impl Write) ->
     if args.key.json {
         view::json(&[entry], out)?;
     } else {
-        writeln!(out, "released: the next request with this key runs the work")?;
+        writeln!(out, "released: {}", args.key.filter.kind.released())?;
     }
     Ok(())
 }
@@ -391,7 +433,8 @@ async fn purge(args: &PurgeArgs, store: &OpenStore, out: &mut impl Write) -> Res
 
 /// All that match; at least one.
 async fn find(args: &KeyArgs, store: &OpenStore) -> Result<Vec<Entry>, Failure> {
-    let key = key(&args.key)?;
+    let kind = args.filter.kind;
+    let key = key(&args.key, kind)?;
     let mut pages = Pages::new(store, args.filter.filter(Some(key.as_str())));
     let mut found = Vec::new();
     while let Some(page) = pages.next().await? {
@@ -399,12 +442,11 @@ async fn find(args: &KeyArgs, store: &OpenStore) -> Result<Vec<Entry>, Failure> 
         if !page.unreadable.is_empty() {
             return Err(Failure::failed(format!("store: {}", page.unreadable.join("\n  "))));
         }
-        found.extend(
-            page.entries.into_iter().filter(|entry| State::of(&entry.record, entry.now) != State::Expired),
-        );
+        let wanted = |entry: &Entry| kind.has(entry) && State::of(&entry.record, entry.now) != State::Expired;
+        found.extend(page.entries.into_iter().filter(wanted));
     }
     if found.is_empty() {
-        return Err(Failure::failed(format!("there is no such key: {key}")));
+        return Err(Failure::failed(format!("there is no such {}: {key}", kind.noun())));
     }
     Ok(found)
 }
@@ -414,8 +456,10 @@ async fn find_one(args: &KeyArgs, store: &OpenStore) -> Result<Entry, Failure> {
     let mut found = find(args, store).await?;
     if found.len() > 1 {
         let mut message = format!(
-            "{} keys match; say which with --id, --namespace, --endpoint or --caller:\n",
-            found.len()
+            "{} {}s match; say which with {}:\n",
+            found.len(),
+            args.filter.kind.noun(),
+            args.filter.kind.filters()
         );
         message.push_str(&view::candidates(&found));
         return Err(Failure::usage(message));
@@ -424,8 +468,9 @@ async fn find_one(args: &KeyArgs, store: &OpenStore) -> Result<Entry, Failure> {
 }
 
 /// The key as an operator copies it: from a header with its quotes, or bare.
-fn key(text: &str) -> Result<Key, Failure> {
-    if text.starts_with('"')
+fn key(text: &str, kind: Kind) -> Result<Key, Failure> {
+    if kind == Kind::Keys
+        && text.starts_with('"')
         && let Ok(key) = Key::from_field(text.as_bytes())
     {
         return Ok(key);

@@ -8,7 +8,7 @@
 //! | `server`, [`forward`], [`headers`] | requests in, requests out, and their header lines |
 //! | [`jwt`] | the caller as a claim of a verified token |
 //! | `admin`, [`telemetry`], [`metered`] | health, metrics, logs |
-//! | [`keys`], [`doctor`], [`migrate`] | what people do with a store |
+//! | [`keys`], [`inbox`], [`doctor`], [`migrate`] | what people do with a store |
 //! | [`send`] | one request, sent until its outcome is known |
 //! | [`run`], [`runs`] | a command, run once for each period |
 //! | [`demo`] | a payments API with and without the proxy |
@@ -43,6 +43,7 @@ pub mod doctor;
 pub mod duration;
 pub mod forward;
 pub mod headers;
+pub mod inbox;
 pub mod jwt;
 pub mod keys;
 pub mod metered;
