@@ -733,3 +733,31 @@ fn the_exit_status_of_a_command_that_a_signal_ended_is_128_and_its_number() {
     ends_with(&output, 137);
     assert_eq!(output.status.signal(), None);
 }
+
+/// The crontab line and the CronJob of the documentation, as they stand there but for the store and the script.
+#[test]
+fn the_documented_lines_work() {
+    let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/jobs.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let place = Place::sqlite();
+    let start = |words: Vec<String>| {
+        let mut command = onlyonce();
+        command.args(&words[1..]).env("ONLYONCE_STORE", &place.store);
+        ends_with(&run(command), 0)
+    };
+    let line = page.lines().find(|line| line.contains("* *  onlyonce run")).expect("a crontab line");
+    let mut words: Vec<String> = line.split_whitespace().skip(5).map(str::to_owned).collect();
+    let store = words.iter().position(|word| word == "--store").unwrap();
+    words.drain(store..store + 2);
+    *words.last_mut().unwrap() = "/bin/true".into();
+    assert_eq!(start(words), "");
+
+    let (_, manifest) = page.split_once("command: ").expect("a manifest");
+    let command = &manifest[..manifest.find(']').unwrap() + 1];
+    let mut words: Vec<String> = serde_json::from_str(command).unwrap();
+    words.iter_mut().for_each(|word| *word = word.replace("$(JOB_NAME)", "billing-29679960"));
+    *words.last_mut().unwrap() = "/bin/true".into();
+    start(words);
+    let rows = place.listed("--job billing");
+    assert_eq!((&rows[0]["period"], &rows[0]["state"]), (&"2026-06".into(), &"done".into()));
+}
