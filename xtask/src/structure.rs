@@ -9,6 +9,13 @@ use serde_json::Value;
 const PURE: [&str; 8] =
     ["record", "machine", "identity", "digest", "downstream", "fingerprint", "outcome", "backoff"];
 
+/// Pure as well, over a calendar and the rules of a time zone that are given to them.
+const PURE_OVER_ZONES: [&str; 2] =
+    ["crates/onlyonce/src/period/calendar.rs", "crates/onlyonce/src/period/cron.rs"];
+
+/// What `jiff` would ask the machine for: its clock and its zone.
+const IMPURE_OF_ZONES: [&str; 3] = ["now", "system", "try_system"];
+
 /// Crates that a pure module may use.
 const PURE_CRATES: [&str; 11] = [
     "std",
@@ -53,6 +60,10 @@ pub(crate) fn violations(root: &Path, metadata: &Value) -> Result<Vec<String>, S
         let path = root.join("crates/onlyonce-core/src").join(format!("{module}.rs"));
         found.extend(impurities(&read(&path)?).into_iter().map(|why| format!("core module {module}: {why}")));
     }
+    for path in PURE_OVER_ZONES {
+        let source = read(&root.join(path))?;
+        found.extend(impurities_over_zones(&source).into_iter().map(|why| format!("{path}: {why}")));
+    }
     match read(&root.join("ARCHITECTURE.md")) {
         Ok(text) => found.extend(too_long(&text)),
         Err(error) => found.push(error),
@@ -68,6 +79,15 @@ pub(crate) fn violations(root: &Path, metadata: &Value) -> Result<Vec<String>, S
 
 /// What a pure module may not contain; its tests may.
 fn impurities(source: &str) -> Vec<String> {
+    impurities_but(source, &PURE_CRATES, &IMPURE)
+}
+
+fn impurities_over_zones(source: &str) -> Vec<String> {
+    let crates = [&PURE_CRATES[..], &["jiff"]].concat();
+    impurities_but(source, &crates, &[&IMPURE[..], &IMPURE_OF_ZONES].concat())
+}
+
+fn impurities_but(source: &str, crates: &[&str], impure: &[&str]) -> Vec<String> {
     let mut found = Vec::new();
     let code = source.split("#[cfg(test)]").next().unwrap_or_default();
     for line in code.lines().map(|line| line.split("//").next().unwrap_or_default()) {
@@ -80,11 +100,11 @@ fn impurities(source: &str) -> Vec<String> {
         }
         if let ["use", name, ..] | ["pub", "use", name, ..] = words.as_slice()
             && !matches!(*name, "crate" | "super" | "self")
-            && !PURE_CRATES.contains(name)
+            && !crates.contains(name)
         {
             found.push(format!("imports {name}"));
         }
-        found.extend(words.iter().filter(|word| IMPURE.contains(word)).map(|word| format!("names {word}")));
+        found.extend(words.iter().filter(|word| impure.contains(word)).map(|word| format!("names {word}")));
     }
     found
 }
@@ -174,6 +194,13 @@ mod tests {
         for (source, expected) in cases {
             assert_eq!(impurities(source), expected, "{source}");
         }
+    }
+
+    #[test]
+    fn what_is_pure_over_zones_asks_for_no_clock() {
+        assert_eq!(impurities_over_zones("use jiff::tz::TimeZone;\nlet next = zone.following(at);"), [""; 0]);
+        let asks = "let at = jiff::Timestamp::now();\nlet zone = TimeZone::system();";
+        assert_eq!(impurities_over_zones(asks), ["names now", "names system"]);
     }
 
     #[test]
