@@ -262,8 +262,10 @@ async fn a_lasting_answer_of_any_status_is_recorded() {
 
 #[tokio::test]
 async fn several_processes_with_one_intent_at_once_are_one_effect_and_one_answer() {
-    // Each request is answered with other bytes, as by a server that stamps its answers.
-    let script = (0..200).map(|number| Step::Work(answer("201 Created", "", &format!("paid {number}"))));
+    // Each request is answered with other bytes, as by a server that stamps its answers, and late enough that
+    // several are under way.
+    let paid = |number| answer("201 Created", "", &format!("paid {number}"));
+    let script = (0..200).map(|number| Step::WorkLate(Duration::from_millis(500), paid(number)));
     let (desk, server) = (Desk::new(), Server::start(script));
     let mut calls = tokio::task::JoinSet::new();
     for _ in 0..8 {
@@ -275,6 +277,7 @@ async fn several_processes_with_one_intent_at_once_are_one_effect_and_one_answer
     let answers: std::collections::HashSet<_> =
         calls.join_all().await.into_iter().map(|answer| answer.unwrap().body).collect();
     assert_eq!(answers.len(), 1, "the first that is recorded is everybody's: {answers:?}");
+    assert!(server.requests().len() > 1, "several have sent");
     server.assert_one_operation();
 }
 
@@ -377,15 +380,24 @@ async fn headers_that_are_kept_out_are_not_on_disk_and_wanted_again() {
 async fn the_file_is_its_owners_and_credentials_leave_it_with_the_answer() {
     use std::os::unix::fs::PermissionsExt;
 
-    let (desk, server) = (Desk::new(), Server::start([Step::Work(created())]));
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
     let client = desk.client().await;
-    order(&client, &server).header("authorization", "Bearer secret-2").send().await.unwrap();
+    // Long enough for pages of its own, which are free afterwards.
+    let token = format!("Bearer {}secret-2", "x".repeat(12_000));
+    let sending = tokio::spawn(order(&client, &server).header("authorization", token).send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sending.abort();
     for file in std::fs::read_dir(desk.folder.path()).unwrap() {
         let file = file.unwrap();
         assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{file:?}");
     }
-    let mut connection = connect(&desk.path()).await;
-    sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.unwrap();
+    // From the log into the file, so that nothing but its own erasing removes it.
+    desk.sql("PRAGMA wal_checkpoint(TRUNCATE)").await;
+    assert!(contains(&desk.bytes(), "secret-2"));
+    client.resume(&HeaderMap::new()).await.unwrap()[0].outcome.as_ref().unwrap();
+    desk.sql("PRAGMA wal_checkpoint(TRUNCATE)").await;
     assert!(!contains(&desk.bytes(), "secret-2"));
 }
 

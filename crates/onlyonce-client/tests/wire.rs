@@ -459,16 +459,22 @@ async fn a_303_is_read_without_the_key() {
     let home = Server::start([Step::Work(answer("303 See Other", &see, ""))]);
     let call =
         client().post(home.url()).header("authorization", "Bearer t").header("content-type", "text/plain");
-    let answer = call.body("amount=10").send().await.unwrap();
-    assert_eq!((&*answer.body, answer.receipt.attempts), (&b"done"[..], 2));
-    assert!(answer.receipt.replayed, "the work itself was a replay");
-    assert_eq!(home.assert_one_operation(), answer.receipt.key.unwrap().as_str());
+    let answered = call.body("amount=10").send().await.unwrap();
+    assert_eq!((&*answered.body, answered.receipt.attempts), (&b"done"[..], 2));
+    assert!(answered.receipt.replayed, "the work itself was a replay");
+    assert_eq!(home.assert_one_operation(), answered.receipt.key.unwrap().as_str());
     for request in other.requests() {
         assert_eq!(request.line, "GET /payments HTTP/1.1");
         for name in ["idempotency-key", "authorization", "content-type", "content-length"] {
             assert!(request.lines(name).is_empty(), "{name}: {request:?}");
         }
     }
+    let hop = Step::Work(answer("303 See Other", "location: /payments/7\r\n", ""));
+    let home = Server::start([hop, Step::Say(answer_of("200 OK"))]);
+    client().post(home.url()).header("authorization", "Bearer t").body("amount=10").send().await.unwrap();
+    let read = &home.requests()[1];
+    assert_eq!((&*read.line, read.lines("authorization")), ("GET /payments/7 HTTP/1.1", vec!["Bearer t"]));
+    assert!(read.lines("idempotency-key").is_empty(), "{read:?}");
 }
 
 #[tokio::test]

@@ -25,6 +25,8 @@ pub enum Step {
     WorkAndStall(Duration),
     /// Works, sends these bytes, then closes the connection in the middle of the answer.
     WorkAndCut(String),
+    /// Works, then sends these bytes after so long.
+    WorkLate(Duration, String),
     /// Sends these bytes after so long.
     SayLate(Duration, String),
     /// Sends these bytes and closes the connection a little later, when it is idle.
@@ -129,10 +131,7 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) {
             let mut state = state.lock().unwrap();
             state.requests.push(request.clone());
             let step = state.script.pop_front().or_else(|| state.rest.clone()).expect("a script has a step");
-            let works = matches!(
-                step,
-                Step::Work(_) | Step::WorkAndDrop | Step::WorkAndStall(_) | Step::WorkAndCut(_)
-            );
+            let works = !matches!(step, Step::Say(_) | Step::Drop | Step::SayLate(..) | Step::SayAndClose(_));
             let key = request.lines("idempotency-key").join("|");
             // Without a key every request is new.
             if works && (key.is_empty() || !state.effects.contains(&key)) {
@@ -143,7 +142,7 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) {
         let mut writer = stream;
         let said = match step {
             Step::Say(bytes) | Step::Work(bytes) => writer.write_all(bytes.as_bytes()),
-            Step::SayLate(time, bytes) => {
+            Step::SayLate(time, bytes) | Step::WorkLate(time, bytes) => {
                 thread::sleep(time);
                 writer.write_all(bytes.as_bytes())
             }
