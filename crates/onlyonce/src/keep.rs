@@ -6,6 +6,8 @@ use std::ops::RangeInclusive;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode};
 
+use crate::problem::{Code, REFUSED};
+
 /// What becomes of a key when its work was answered with some status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
@@ -78,7 +80,14 @@ impl KeepRules {
 
     /// What becomes of a key that was answered like this. A gRPC answer that failed at its head counts as its
     /// own status says, since its HTTP status is always 200.
+    ///
+    /// Another guard behind this one may say that somebody is at it, or that an operator is to decide: that passes,
+    /// and is no outcome.
     pub(crate) fn of_head(&self, status: StatusCode, headers: &HeaderMap) -> Disposition {
+        let passing = [Code::InProgress, Code::OutcomeUnknown];
+        if headers.get(REFUSED).is_some_and(|code| passing.iter().any(|passing| code == passing.as_str())) {
+            return Disposition::Release;
+        }
         self.of(grpc_status(headers).unwrap_or(status))
     }
 

@@ -51,6 +51,11 @@
 //! answer is sent before the commit: a stream of events has no place here. An answer over
 //! [`Settings::response_body_bytes_max`] is not recorded; the mark that the work was done is, before the
 //! first byte is sent.
+//!
+//! Of two layers around one handler, each on a store of another type, both give their [`Tx`], and the inner one
+//! commits first; on stores of one type the inner one's is given. Two guards in a row, in one process or not,
+//! must not claim the same key in the same table: the second would find the first at it, and refuse with 409.
+//! Give one of them a [namespace](crate::Config::namespace) of its own.
 
 mod queue;
 mod service;

@@ -178,8 +178,9 @@ impl Job {
             }
             None => {}
         }
+        let disposition = self.admitted.settings.keep.of_head(response.status(), response.headers());
         headers::remove_ours(response.headers_mut());
-        match self.admitted.settings.keep.of_head(response.status(), response.headers()) {
+        match disposition {
             Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
             Disposition::Release => {
                 self.record(self.renewal(grant), Verdict::Release).await;

@@ -319,8 +319,9 @@ impl<T: Transactional> Job<T> {
         if let Some(failure) = response.extensions().get::<Failure>() {
             return Work::Failed(*failure);
         }
+        let disposition = self.settings.keep.of_head(response.status(), response.headers());
         headers::remove_ours(response.headers_mut());
-        match self.settings.keep.of_head(response.status(), response.headers()) {
+        match disposition {
             Disposition::Keep => gather(response, &self.settings).await.map_or_else(Work::Cut, Work::Kept),
             Disposition::Release | Disposition::Unknown => Work::Passed(response),
         }
@@ -443,7 +444,7 @@ impl<T: Transactional> Job<T> {
     fn ended<ResB, E>(&self, error: &StoreError, reply: &mut Replies<ResB, E>) -> Run {
         error!(%error, "the handler ended its transaction; what it wrote afterwards may be committed without its answer");
         let problem = Problem::new(
-            Code::NotCommitted,
+            Code::StoreUnavailable,
             "The service ended its transaction too early, and what became of the work is not recorded. A retry with the \
              same key runs it again.",
         );

@@ -5,6 +5,7 @@
 mod commits;
 mod crash;
 mod ended;
+mod nested;
 mod shop;
 
 use std::time::Duration;
