@@ -90,7 +90,7 @@ async fn the_deadline_ends_a_call_and_the_key_goes_on() {
         (Step::Say(limited), Work::NotDone),
         (Step::Say(answer("503 Service Unavailable", no_store, "")), Work::NotDone),
     ];
-    futures(cases.map(|(fault, work)| async move {
+    futures(cases.into_iter().map(|(fault, work)| async move {
         let server = Server::start([fault.clone()]);
         let mut settings = quick();
         settings.deadline = Duration::from_secs(2);
