@@ -185,11 +185,25 @@ impl RunArgs {
 /// # Errors
 /// With the exit code that the command documents.
 pub async fn run(args: RunArgs) -> Result<(), Failure> {
+    let done = start(&args).await;
+    match done {
+        Err(Failure { code, message: Some(message) }) if args.json => {
+            eprintln!(
+                "{}",
+                serde_json::json!({ "job": args.job, "result": "error", "exit_status": code, "message": message })
+            );
+            Err(Failure { code, message: None })
+        }
+        done => done,
+    }
+}
+
+async fn start(args: &RunArgs) -> Result<(), Failure> {
     let (url, file) = config::load_store(&args.store)?;
     let zone = args.tz.clone().map_or_else(machine_zone, Ok)?;
     let schedule = Schedule::new(args.every.clone(), zone);
     let now = Timestamp::now();
-    let due = due(&args, &schedule, now)?;
+    let due = due(args, &schedule, now)?;
     args.check(&due)?;
     // Before anything is claimed, so that no signal leaves it held.
     let mut signals =
@@ -200,7 +214,7 @@ pub async fn run(args: RunArgs) -> Result<(), Failure> {
         opened = opening => opened.map_err(|error| own(error.into()))?,
         signal = asked_to_end(&mut signals) => return Err(ended_by(signal)),
     };
-    let done = run_all(&args, &schedule, due, &store, &mut signals).await;
+    let done = run_all(args, &schedule, due, &store, &mut signals).await;
     let _ = store.close().await;
     match done? {
         0 => Ok(()),

@@ -255,26 +255,34 @@ const STUBBORN: &str = "trap '' TERM; echo command $$ >> $NOTES
     echo go >> $NOTES; while :; do sleep 0.1; done";
 
 #[test]
-fn a_killed_guard_takes_its_command_along_and_the_next_start_takes_over_after_the_lease() {
+fn a_killed_guard_takes_its_command_along_long_before_the_lease_ends() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 6s --grace 500ms";
+    let words = "--job a --every day --tz UTC --lease 1h --grace 500ms";
     let mut guard = Started::new(place.job(words, STUBBORN));
     until("both run", || noted(&place, "command").is_some() && noted(&place, "grandchild").is_some());
-    let killed = Instant::now();
     guard.signal(Signal::KILL);
     guard.0.wait().unwrap();
     let (command, grandchild) = (noted(&place, "command").unwrap(), noted(&place, "grandchild").unwrap());
     until("the command and what it started are dead", || !lives(command) && !lives(grandchild));
+    ends_with(&run(place.job(&format!("{words} --busy-exit 75"), NOTE)), 75);
+}
 
-    // Until the lease ends nobody else may run it.
-    let early = run(place.job(&format!("{words} --busy-exit 75"), NOTE));
-    if killed.elapsed() < Duration::from_secs(3) {
-        assert!(ends_with(&early, 75).contains("a:2026-07-14 is running, for "));
-    }
+#[test]
+fn the_next_start_after_the_lease_takes_over_from_a_killed_guard() {
+    let place = Place::sqlite();
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 10s --busy-exit 75";
+    let mut guard = Started::new(place.job(words, "echo began >> $NOTES; sleep 60"));
+    until("it has begun", || !place.notes().is_empty());
+    guard.signal(Signal::KILL);
+    guard.0.wait().unwrap();
+    let mut refusals = 0;
     until("the next start takes over", || {
-        run(place.job(&format!("{words} --busy-exit 75"), NOTE)).status.code() == Some(0)
+        let code = run(place.job(words, NOTE)).status.code();
+        refusals += u32::from(code == Some(75));
+        code == Some(0)
     });
-    assert_eq!(place.notes().last().unwrap(), "2026-07-14 2");
+    assert!(refusals > 0, "until then it was refused");
+    assert_eq!(place.notes(), ["began", "2026-07-14 2"]);
     assert_eq!(place.listed("")[0]["attempt"], 2);
 }
 
@@ -422,6 +430,10 @@ fn wrong_usage_is_refused_with_what_is_allowed() {
         let said = ends_with(&run(place.job(words, NOTE)), 2);
         assert!(said.contains(says), "{said}");
     }
+    let told = run(place.job("--job a --every month --lease 10ms --json", NOTE));
+    assert_eq!(told.status.code(), Some(2));
+    let told: Value = serde_json::from_slice(&told.stderr).unwrap();
+    assert_eq!((&told["result"], &told["exit_status"]), (&"error".into(), &2.into()));
     assert_eq!(place.notes().len(), 0);
 }
 
@@ -527,6 +539,27 @@ fn signals_reach_the_command_and_its_end_is_the_guards() {
         assert_eq!(guard.ended().0, Some(code));
     }
     assert_eq!(place.listed("").len(), 0, "a run that was ended is run again");
+}
+
+/// db-scheduler #365: a shutdown stopped the heartbeat while the work still ran.
+#[test]
+fn a_guard_that_is_told_to_end_keeps_the_lease_until_its_command_has_ended() {
+    let place = Place::sqlite();
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 2s";
+    let script = "trap 'echo told >> $NOTES; sleep 6; echo ended >> $NOTES; exit 0' TERM
+        echo ready >> $NOTES; while :; do sleep 0.05; done";
+    let mut guard = Started::new(place.job(words, script));
+    until("it is ready", || place.notes() == ["ready"]);
+    guard.signal(Signal::TERM);
+    until("it is told", || place.notes().len() == 2);
+    let told = Instant::now();
+    while told.elapsed() < Duration::from_secs(5) {
+        ends_with(&run(place.job(&format!("{words} --busy-exit 75"), NOTE)), 75);
+        thread::sleep(millis(300));
+    }
+    assert_eq!(guard.ended().0, Some(0));
+    ends_with(&run(place.job(words, NOTE)), 0);
+    assert_eq!(place.notes(), ["ready", "told", "ended"]);
 }
 
 /// `nohup onlyonce run …`: what was ignored stays so, for the command too.
