@@ -195,8 +195,8 @@ impl Call {
 
     /// Says what the caller wants to happen once, such as `charge order-4711`.
     ///
-    /// The key is [derived](crate::derive) from it unless another one is given, so that the same intent has
-    /// the same key after a crash and on another machine. With a [journal](Client::with_journal) the call is
+    /// The key is [derived](crate::derive()) from it unless another one is given, so that the same intent has
+    /// the same key after a crash and on another machine. With a journal (`Client::with_journal`) the call is
     /// written down before its first byte is sent, and the same intent again gives the recorded answer
     /// without a request.
     pub fn intent(self, intent: impl Into<String>) -> Self {

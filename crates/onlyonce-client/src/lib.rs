@@ -32,7 +32,7 @@
 //! # One key, one intent
 //!
 //! The key stands for what a user wants to happen once, not for an HTTP call. Whoever can name that (an order
-//! id, a row id) says so with [`Call::intent`] or [`derive`]: then the second click, the restarted job and
+//! id, a row id) says so with [`Call::intent`] or [`derive()`]: then the second click, the restarted job and
 //! the other machine have the same key as the first. A key that is a hash of the body is wrong: two payments
 //! of the same amount become one, and a retry with a new timestamp becomes two.
 //!
