@@ -1,5 +1,6 @@
 //! What a reader of the sources relies on.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -69,12 +70,23 @@ pub(crate) fn violations(root: &Path, metadata: &Value) -> Result<Vec<String>, S
         Err(error) => found.push(error),
     }
     found.extend(undescribed(metadata));
-    for path in sources(root)? {
+    let mut code = String::new();
+    for path in files(root, &["crates", "examples", "xtask"], &["rs", "toml"])? {
         let text = read(&path)?;
-        let name = path.strip_prefix(root).unwrap_or(&path).display().to_string();
-        found.extend(unfinished(&text).into_iter().map(|why| format!("{name}:{why}")));
+        found.extend(unfinished(&text).into_iter().map(|why| format!("{}:{why}", shown(root, &path))));
+        code += &text;
+    }
+    let known = words(&code);
+    for path in files(root, &["docs", "examples", "README.md"], &["md"])? {
+        let document = read(&path)?;
+        let names = unknown_tests(&document, &known);
+        found.extend(names.into_iter().map(|name| format!("{}: there is no {name}", shown(root, &path))));
     }
     Ok(found)
+}
+
+fn shown(root: &Path, path: &Path) -> String {
+    path.strip_prefix(root).unwrap_or(path).display().to_string()
 }
 
 /// What a pure module may not contain; its tests may.
@@ -142,19 +154,37 @@ fn unfinished(source: &str) -> Vec<String> {
     marked.collect()
 }
 
-/// Every Rust source and manifest of the workspace.
-fn sources(root: &Path) -> Result<Vec<PathBuf>, String> {
+/// What reads like the name of a test, for nothing else has so many words, and is nowhere in the code: a promise
+/// that nothing proves any more.
+fn unknown_tests<'a>(document: &'a str, known: &HashSet<&str>) -> Vec<&'a str> {
+    let quoted = document.split('`').skip(1).step_by(2);
+    quoted.filter(|name| name.matches('_').count() >= 4 && is_word(name) && !known.contains(name)).collect()
+}
+
+fn words(code: &str) -> HashSet<&str> {
+    code.split(|c: char| !is_in_word(c)).collect()
+}
+
+fn is_word(name: &str) -> bool {
+    name.chars().all(is_in_word)
+}
+
+fn is_in_word(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
+/// The files with one of these endings, in these folders or named as such.
+fn files(root: &Path, places: &[&str], endings: &[&str]) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
-    let mut todo = vec![root.join("crates"), root.join("xtask")];
-    while let Some(folder) = todo.pop() {
-        let entries = fs::read_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-        for entry in entries {
-            let path = entry.map_err(|error| format!("{}: {error}", folder.display()))?.path();
-            if path.is_dir() {
-                todo.push(path);
-            } else if path.extension().is_some_and(|end| end == "rs" || end == "toml") {
-                found.push(path);
+    let mut todo: Vec<_> = places.iter().map(|place| root.join(place)).collect();
+    while let Some(path) = todo.pop() {
+        if path.is_dir() {
+            let entries = fs::read_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+            for entry in entries {
+                todo.push(entry.map_err(|error| format!("{}: {error}", path.display()))?.path());
             }
+        } else if endings.iter().any(|ending| path.extension().is_some_and(|end| end == *ending)) {
+            found.push(path);
         }
     }
     found.sort();
@@ -208,6 +238,14 @@ mod tests {
         for mark in UNFINISHED {
             assert_eq!(unfinished(&format!("fn f() {{\n    {mark}\n}}")), [format!("2: {mark}")]);
         }
+    }
+
+    #[test]
+    fn a_promise_without_its_test_is_reported() {
+        let known = words("async fn a_copy_is_given_the_answer() {}");
+        let document =
+            "`a_copy_is_given_the_answer`, `a_copy_runs_again_and_again`, `on_lapse = \"hold\"`, `wait`";
+        assert_eq!(unknown_tests(document, &known), ["a_copy_runs_again_and_again"]);
     }
 
     #[test]
