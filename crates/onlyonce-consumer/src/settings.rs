@@ -29,8 +29,9 @@ pub struct Settings {
     /// How many messages the broker hands out that are not settled, those being processed among them. At least
     /// `concurrency`.
     pub prefetch: u16,
-    /// How many attempts a message has before it is dead-lettered. Those that killed their worker count, and those
-    /// that a shutdown interrupted.
+    /// How many attempts a message has before it is dead-lettered. One that killed its worker counts, for all that was
+    /// processed beside it as well; so the last of several is made alone. One that a shutdown interrupted does not count,
+    /// nor do those before it.
     pub attempts_max: u32,
     /// How long one attempt may take, from opening its transaction. It is then rolled back, and has failed.
     pub handler_timeout: Duration,

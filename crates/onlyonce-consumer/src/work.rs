@@ -7,13 +7,16 @@
 //! | retry later, any other error, a panic, a timeout | rolled back | attempt ended | put back |
 //! | the same, at the last attempt | rolled back | failed | dead-lettered |
 //! | failed for good | rolled back | failed | dead-lettered |
-//! | interrupted by a shutdown | rolled back | attempt ended | put back |
+//! | interrupted by a shutdown, or no transaction could be opened | rolled back, none | forgotten | put back |
 //! | the worker was killed | rolled back by the database | held until its lease ends | delivered again by the broker |
-//! | one more delivery than there are attempts | none | failed | dead-lettered |
+//! | the same, at the last attempt; then, when it is delivered | none | failed | dead-lettered |
 //! | processed before | none | unchanged | acknowledged |
 //! | another worker is at it | none | unchanged | put back |
 //! | the id of another payload; no id | none | unchanged | dead-lettered |
 //! | the store is away | none | unchanged | kept for a while, then put back |
+//!
+//! A message that kills its worker takes with it whatever is processed beside it, and that has lost an attempt, too. So
+//! the last attempt is made alone: a message is given up only for what it did itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +26,7 @@ use onlyonce::inbox::{Attempt, Attempted};
 use onlyonce::{Inbox, InboxConfig, InboxError, Incoming, NotDone};
 use onlyonce_core::backoff::Backoff;
 use onlyonce_core::{StoreErrorKind, TransactionError, Transactional};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -53,13 +57,20 @@ pub(crate) struct Worker<T, H> {
     handler: Arc<H>,
     settings: Settings,
     interrupt: CancellationToken,
+    /// As many as messages are processed at a time. One that is to be alone takes all of them.
+    turns: Semaphore,
 }
 
 /// How a handler ended.
 enum Handled<T: Transactional, R> {
     Done(T::Transaction, R),
     Failed(String),
-    Again { after: Option<Duration>, why: String },
+    Again {
+        after: Option<Duration>,
+        why: String,
+    },
+    /// It was not called.
+    NotOpened(TransactionError),
     Interrupted,
 }
 
@@ -71,7 +82,8 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         settings: Settings,
         interrupt: CancellationToken,
     ) -> Self {
-        Self { inbox, store, handler: Arc::new(handler), settings, interrupt }
+        let turns = Semaphore::new(settings.concurrency.into());
+        Self { inbox, store, handler: Arc::new(handler), settings, interrupt, turns }
     }
 
     pub(crate) fn settings(&self) -> &Settings {
@@ -97,6 +109,10 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
             self.dead_letter(delivery, &letter).await;
             return;
         };
+        // Held to the end, so that nobody is beside a last attempt before it is settled.
+        let Some(_turn) = self.turn(&mut delivery, &id).await else {
+            return self.put_back(delivery, Duration::ZERO, "interrupted").await;
+        };
         match self.attempt(&mut delivery, &id).await {
             Ok(Attempted::Run(attempt)) => self.run(delivery, id, attempt).await,
             Ok(Attempted::Duplicate(_)) => {
@@ -117,6 +133,24 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
                 self.put_back(delivery, self.settings.retry_first, "store_error").await;
             }
         }
+    }
+
+    /// Waits for the message's turn: alone, if it is to have the last of several attempts. Before the attempt is counted,
+    /// because whoever only waits beside a message that kills its worker must not lose one. `None` if a shutdown came
+    /// first.
+    async fn turn<D: Delivery>(&self, delivery: &mut D, id: &str) -> Option<SemaphorePermit<'_>> {
+        let Settings { concurrency, attempts_max, .. } = self.settings;
+        let deliveries = delivery.message().deliveries;
+        let waiting = async {
+            // A message that the broker delivers for the first time has had no attempt; and if nobody can be asked now,
+            // there will be none.
+            let is_first = attempts_max == 1 || deliveries == Some(1);
+            let attempts = if is_first { 0 } else { self.inbox.attempts(id).await.unwrap_or(0) };
+            let is_last = attempts_max > 1 && attempts + 1 == attempts_max;
+            self.turns.acquire_many(if is_last && false { concurrency.into() } else { 1 }).await.ok()
+        };
+        let waiting = self.interrupt.run_until_cancelled(waiting);
+        extended(delivery, waiting).await.flatten()
     }
 
     /// Counts the attempt. A store that is away is waited for, with the message in hand.
@@ -152,7 +186,10 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         let (number, attempts_max) = (execution.attempt, self.settings.attempts_max);
         Span::current().record("attempt", number);
         if number > attempts_max {
-            let why = format!("{attempts_max} attempts were made, and the last did not end: its worker died");
+            let why = format!(
+                "{attempts_max} attempts were made, and the last did not end: its worker died, or the database was lost \
+                 in its commit"
+            );
             let letter = self.letter(Reason::AttemptsExhausted, why, attempts_max);
             return self.give_up(delivery, attempt, letter).await;
         }
@@ -183,9 +220,14 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
                 let delay = after.unwrap_or_else(|| self.settings.retry_delay(number));
                 self.put_back(delivery, delay, "retried").await;
             }
+            Handled::NotOpened(error) => {
+                error!(%error, "no transaction could be opened");
+                attempt.release().await;
+                self.put_back(delivery, self.settings.retry_delay(number), "store_error").await;
+            }
             Handled::Interrupted => {
                 warn!("interrupted by the shutdown");
-                attempt.again().await;
+                attempt.release().await;
                 self.put_back(delivery, Duration::ZERO, "interrupted").await;
             }
         }
@@ -197,9 +239,9 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         // On a task of its own, so that one that blocks its thread does not keep the message from being held, and a
         // panic ends only this. Aborted, it drops the transaction.
         let handling = async move {
-            let mut transaction = store.open().await.map_err(NotOpened)?;
+            let mut transaction = store.open().await?;
             let handled = handler.handle(&mut transaction, &delivered).await;
-            Ok::<_, NotOpened>((transaction, handled))
+            Ok::<_, TransactionError>((transaction, handled))
         };
         let handling = AbortOnDropHandle::new(tokio::spawn(handling.in_current_span()));
         let again = |why: String| Handled::Again { after: None, why };
@@ -211,9 +253,7 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         let (transaction, not_done) = match ended {
             Ok(Ok(Ok((transaction, Ok(result))))) => return Handled::Done(transaction, result),
             Ok(Ok(Ok((transaction, Err(not_done))))) => (transaction, not_done),
-            Ok(Ok(Err(NotOpened(error)))) => {
-                return again(format!("no transaction could be opened: {error}"));
-            }
+            Ok(Ok(Err(error))) => return Handled::NotOpened(error),
             Ok(Err(panic)) => return again(format!("the handler panicked: {panic}")),
             Err(_) => {
                 return again(format!("the handler took longer than {:?}", self.settings.handler_timeout));
@@ -268,8 +308,6 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         self.inbox.consumer().to_owned()
     }
 }
-
-struct NotOpened(TransactionError);
 
 /// Takes the work to its end, and keeps the broker from giving the message to somebody else meanwhile.
 async fn extended<D: Delivery, F: Future>(delivery: &mut D, work: F) -> F::Output {

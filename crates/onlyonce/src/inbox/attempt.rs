@@ -7,8 +7,10 @@ use std::time::Duration;
 use metrics::counter;
 use onlyonce_core::engine::CALL_TIME_MAX;
 use onlyonce_core::machine::{self, Claim};
+use onlyonce_core::record::Record;
 use onlyonce_core::{
-    Claimed, Finished, Id, Recorded, Revision, StoreError, TransactionError, Transactional, Verdict,
+    Claimed, Finished, Id, Recorded, Revision, StoreError, StoreErrorKind, TransactionError, Transactional,
+    Verdict,
 };
 use serde::Serialize;
 use tokio::time::timeout;
@@ -32,6 +34,23 @@ pub enum Attempted<T> {
 }
 
 impl<T: Transactional> Inbox<T> {
+    /// How many attempts the message with this id has had, counted ones and that of a transaction that processed it; zero
+    /// if it is not known.
+    ///
+    /// # Errors
+    /// [`NoId`](InboxError::NoId) or [`Store`](InboxError::Store).
+    pub async fn attempts(&self, id: &str) -> Result<u32, InboxError> {
+        let Shared { keys, config, .. } = &*self.shared;
+        let reading = timeout(CALL_TIME_MAX, keys.read(self.operation(&Incoming::new(id))?.id()));
+        let Some(seen) = reading.await.map_err(|_| late())?? else { return Ok(0) };
+        let Record { fingerprint, attempt, .. } = seen.record;
+        match machine::claim(&seen, fingerprint, Revision::fresh(), &config.policy()) {
+            // The next one; it is the first again if the record has expired.
+            Claim::Take { write, .. } => Ok(write.attempt - 1),
+            Claim::Replay(_) | Claim::Refuse(_) => Ok(attempt),
+        }
+    }
+
     /// Counts an attempt at the message, in a commit of its own, and holds the message for as long as the attempt
     /// is [kept up](Attempt::during).
     ///
@@ -124,6 +143,12 @@ impl<T: Transactional> Attempt<T> {
         self.end(Verdict::Again).await;
     }
 
+    /// Ends an attempt that was not made after all: the message is free at once, as if it had never been received, and
+    /// earlier attempts do not count any more either.
+    pub async fn release(self) {
+        self.end(Verdict::Release).await;
+    }
+
     /// Ends an attempt at a message that can never be processed: it is remembered as that, and its copies are
     /// duplicates. `false` if that is not recorded: a copy is then tried again.
     pub fn failed<E: Serialize + ?Sized>(self, reason: &E) -> impl Future<Output = bool> + Send + use<T, E> {
@@ -161,6 +186,10 @@ impl<T> fmt::Debug for Attempt<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Attempt").field("execution", &self.execution).finish_non_exhaustive()
     }
+}
+
+fn late() -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, format!("the store did not answer within {CALL_TIME_MAX:?}"))
 }
 
 fn may_have_applied(error: &TransactionError) -> bool {

@@ -408,6 +408,7 @@ async fn an_attempt_counts_before_the_handler_and_survives_its_worker<A: App>(ap
     for died in 1..=2 {
         let attempt = run_when_free::<A>(&inbox, "m").await;
         assert_eq!(attempt.execution().attempt, died);
+        assert_eq!(inbox.attempts("m").await.unwrap(), died);
         let mut tx: Tx<A> = app.database().open().await.unwrap();
         A::effect(&mut tx, "died").await;
         // As a process that was killed: neither committed nor ended.
@@ -417,6 +418,7 @@ async fn an_attempt_counts_before_the_handler_and_survives_its_worker<A: App>(ap
     }
     let attempt = run_when_free::<A>(&inbox, "m").await;
     assert_eq!(attempt.execution().attempt, 3, "attempts that died count");
+    assert_eq!(inbox.attempts("another").await.unwrap(), 0);
     done(&app, attempt, "paid").await.unwrap();
     let told = inbox.attempt(&Incoming::new("m")).await;
     assert!(matches!(told, Ok(Attempted::Duplicate(_))), "{told:?}");
@@ -441,7 +443,13 @@ async fn an_attempt_to_be_retried_frees_the_message_at_once<A: App>(app: A) {
         let attempt = run::<A>(&inbox, "m").await;
         assert_eq!(attempt.execution().attempt, number);
         attempt.again().await;
+        assert_eq!(inbox.attempts("m").await.unwrap(), number);
     }
+    // One that was not made after all is forgotten with those before it.
+    run::<A>(&inbox, "m").await.release().await;
+    assert_eq!(inbox.attempts("m").await.unwrap(), 0);
+    assert_eq!(run::<A>(&inbox, "m").await.execution().attempt, 1);
+    let inbox = app.inbox_with("shipping", InboxConfig::default());
     done(&app, run::<A>(&inbox, "m").await, "paid").await.unwrap();
 }
 
