@@ -43,8 +43,7 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable, LongString, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{Acker, BasicProperties, Confirmation, Connection, ConnectionProperties, Consumer, ErrorKind};
-use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
+use tokio::time::{sleep, timeout};
 
 use crate::broker::{Broker, BrokerError, DeadLetter, Delivery, Subscription};
 use crate::message::Message;
@@ -123,7 +122,7 @@ impl RabbitMq {
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
         let (options, arguments) = (BasicConsumeOptions::default(), FieldTable::default());
         let consumer = channel.basic_consume(self.queue.clone(), "".into(), options, arguments).await?;
-        let link = Arc::new(Link { connection, dead: self.dead.clone(), over: CancellationToken::new() });
+        let link = Arc::new(Link { connection, dead: self.dead.clone() });
         Ok(RabbitMqSubscription { consumer: Some(consumer), link })
     }
 
@@ -171,7 +170,8 @@ fn queue_name(name: &str) -> Result<ShortString, BrokerError> {
     ShortString::try_new(name).map_err(|error| BrokerError::refused(format!("no name for a queue: {error}")))
 }
 
-/// The consumer on one channel of one connection.
+/// The consumer on one channel of one connection. Dropping it closes the channel: the broker returns what is not settled
+/// to the queue, at once.
 #[derive(Debug)]
 pub struct RabbitMqSubscription {
     /// `None` after it has ended.
@@ -183,8 +183,6 @@ pub struct RabbitMqSubscription {
 struct Link {
     connection: Connection,
     dead: ShortString,
-    /// The subscription is gone: what is held is returned at once.
-    over: CancellationToken,
 }
 
 impl fmt::Debug for Link {
@@ -203,12 +201,6 @@ impl Subscription for RabbitMqSubscription {
         }
         let delivery = delivered?.map_err(|error| failed("receive messages", error));
         Some(delivery.map(|delivery| RabbitMqDelivery::new(delivery, Arc::clone(&self.link))))
-    }
-}
-
-impl Drop for RabbitMqSubscription {
-    fn drop(&mut self) {
-        self.link.over.cancel();
     }
 }
 
@@ -303,9 +295,10 @@ impl Delivery for RabbitMqDelivery {
         if delay.is_zero() {
             return settled(what, in_time(what, self.acker.nack(requeue())).await?);
         }
+        let acker = self.acker;
         tokio::spawn(async move {
-            let _ = timeout(delay.min(DELAY_MAX), self.link.over.cancelled()).await;
-            let returned = in_time(what, self.acker.nack(requeue())).await;
+            sleep(delay.min(DELAY_MAX)).await;
+            let returned = in_time(what, acker.nack(requeue())).await;
             if let Err(error) = returned.and_then(|answer| settled(what, answer)) {
                 tracing::debug!(%error, "the broker has put a message back itself");
             }

@@ -189,6 +189,19 @@ async fn a_delivery_that_is_extended_is_not_delivered_again_and_one_that_is_not_
     nothing(&mut subscription).await;
 }
 
+/// The client has sent it, and that is all it knows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_acknowledgement_that_the_broker_never_heard_is_an_error() {
+    let queue = NatsQueue::fresh().await;
+    let proxy = onlyonce_testkit::Proxy::start(queue.port()).await.unwrap();
+    queue.publish(&message("one", "1")).await;
+    let mut subscription = queue.broker_at(proxy.port()).subscribe(1).await.unwrap();
+    let delivery = next(&mut subscription).await;
+    proxy.stall(true);
+    let error = delivery.acknowledge().await.err().unwrap();
+    assert_eq!(error.kind(), BrokerErrorKind::Unavailable, "{error}");
+}
+
 #[tokio::test]
 async fn an_absent_stream_is_refused() {
     let queue = NatsQueue::fresh().await;

@@ -122,7 +122,7 @@ enum Blow {
 
 /// The neighbours of a message that kills its worker are killed with it.
 pub(crate) async fn a_poison_message_is_dead_lettered_and_the_rest_flow_on<Q: Storm>() {
-    const ATTEMPTS_MAX: usize = 4;
+    const ATTEMPTS_MAX: usize = 3;
     let (queue, database) = (Q::fresh().await, Database::new().await);
     let mut environment = [queue.environment(), database.environment()].concat();
     environment.push(("ATTEMPTS_MAX", ATTEMPTS_MAX.to_string()));
