@@ -42,6 +42,9 @@ pub struct Settings {
     pub retry_ceiling: Duration,
     /// The longest that a copy waits which meets another worker at the same message; no longer than that one's lease.
     pub in_flight_delay_max: Duration,
+    /// How long a message is kept while the store is away, before it is put back for
+    /// [`retry_first`](Self::retry_first): put back at once, it would only come again, and the broker counts that.
+    pub store_wait: Duration,
     /// How long a shutdown waits for handlers; what still runs then is rolled back and put back.
     pub shutdown_grace: Duration,
 }
@@ -59,6 +62,7 @@ impl Default for Settings {
             retry_first: Duration::from_secs(1),
             retry_ceiling: Duration::from_secs(300),
             in_flight_delay_max: Duration::from_secs(15),
+            store_wait: Duration::from_secs(20),
             shutdown_grace: Duration::from_secs(30),
         }
     }
@@ -76,6 +80,7 @@ impl Settings {
             ("retry_first", self.retry_first, false),
             ("retry_ceiling", self.retry_ceiling, false),
             ("in_flight_delay_max", self.in_flight_delay_max, false),
+            ("store_wait", self.store_wait, true),
             ("shutdown_grace", self.shutdown_grace, true),
         ] {
             if value > DURATION_MAX {

@@ -37,10 +37,7 @@ use crate::handler::{Delivered, Handler};
 use crate::metric;
 use crate::settings::Settings;
 
-/// How long a message is kept while the store is away. Putting it back at once would only have the broker deliver it
-/// again, and count that.
-const STORE_PATIENCE: Duration = Duration::from_secs(20);
-
+/// The pauses between two calls of a store that is away.
 const STORE_WAIT_FIRST: Duration = Duration::from_millis(100);
 const STORE_WAIT_CEILING: Duration = Duration::from_secs(5);
 
@@ -147,7 +144,7 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
             let is_first = attempts_max == 1 || deliveries == Some(1);
             let attempts = if is_first { 0 } else { self.inbox.attempts(id).await.unwrap_or(0) };
             let is_last = attempts_max > 1 && attempts + 1 == attempts_max;
-            self.turns.acquire_many(if is_last && false { concurrency.into() } else { 1 }).await.ok()
+            self.turns.acquire_many(if is_last { concurrency.into() } else { 1 }).await.ok()
         };
         let waiting = self.interrupt.run_until_cancelled(waiting);
         extended(delivery, waiting).await.flatten()
@@ -159,7 +156,7 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         let message = Incoming::new(id);
         let message = if self.settings.check_payload { message.payload(&payload) } else { message };
         let claiming = async {
-            let gives_up = Instant::now() + STORE_PATIENCE;
+            let gives_up = Instant::now() + self.settings.store_wait;
             let mut waits = Backoff::new(STORE_WAIT_FIRST, STORE_WAIT_CEILING);
             loop {
                 let error = match self.inbox.attempt(&message).await {

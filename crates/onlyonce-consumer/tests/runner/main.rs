@@ -595,6 +595,53 @@ async fn a_database_that_is_away_loses_no_message_and_repeats_none() {
     assert_eq!(queue.state().acknowledged.len(), 2 * ids.len());
 }
 
+/// The claim's short timeouts do not hold in the handler's transaction.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handlers_settings_are_its_own() {
+    let (app, queue) = (OnPostgres::start(), Queue::default());
+    let consumer = Consumer::new(queue.clone(), app.connect().await, "billing", quick()).unwrap();
+    let stop = CancellationToken::new();
+    let ended = tokio::spawn(consumer.run_fn(stop.clone().cancelled_owned(), |tx, _| {
+        Box::pin(async move {
+            for setting in ["lock_timeout", "statement_timeout"] {
+                let show = "SELECT current_setting($1)";
+                let value: String = sqlx::query_scalar(show).bind(setting).fetch_one(&mut **tx).await?;
+                OnPostgres::effect(tx, &format!("{setting}={value}")).await?;
+            }
+            Ok(())
+        })
+    }));
+    queue.publish(message("m", "100"));
+    queue.drained().await;
+    stop.cancel();
+    ended.await.unwrap().unwrap();
+    assert_eq!(app.effects().await, ["lock_timeout=0", "statement_timeout=0"]);
+}
+
+/// After a while it is put back, so that no broker takes its consumer for dead.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_that_stays_away_has_the_message_put_back() {
+    let direct = OnPostgres::start();
+    let proxy = Proxy::start(Postgres::shared().port()).await.unwrap();
+    let queue = Queue::default();
+    let settings = Settings { store_wait: Duration::from_millis(300), ..quick() };
+    let running = Running::start(&direct.through(&proxy), &queue, settings, nothing_more).await;
+    proxy.refuse(true);
+    proxy.cut();
+    queue.publish(message("m", "100"));
+    let put_back = async {
+        while queue.state().put_back.len() < 2 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(60), put_back).await.expect("it is put back");
+    assert_eq!(queue.state().acknowledged, [""; 0]);
+    proxy.refuse(false);
+    queue.drained().await;
+    assert_eq!((running.calls("m"), direct.effects().await), (1, vec!["m".to_owned()]));
+    running.stopped().await;
+}
+
 /// While the store is away the message is kept, and no attempt is counted.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_attempt_is_counted_while_the_store_is_away() {
