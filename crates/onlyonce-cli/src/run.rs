@@ -40,7 +40,7 @@ pub(crate) use child::KEEPER;
 #[derive(Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct RunArgs {
-    /// The job's name; its runs share one period after the other
+    /// The job's name: a job runs once for each of its periods
     #[arg(long, value_name = "NAME")]
     pub(crate) job: String,
     /// How often it runs: hour, day, week, month, quarter, year or a cron expression such as '30 2 * * *'

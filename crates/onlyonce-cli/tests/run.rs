@@ -39,6 +39,7 @@ impl Place {
         let mut command = onlyonce();
         command.args(["run", "--store", &self.store]).args(words.split_whitespace());
         command.args(["--", "/bin/sh", "-c", script]).env("NOTES", self.notes_file());
+        command.env("TZ", "UTC");
         command
     }
 
@@ -47,6 +48,7 @@ impl Place {
         let mut command = onlyonce();
         command.args(["run", "--store", &self.store, "--every", every]).args(words.split_whitespace());
         command.args(["--", "/bin/sh", "-c", script]).env("NOTES", self.notes_file());
+        command.env("TZ", "UTC");
         command
     }
 
@@ -289,11 +291,11 @@ fn the_next_start_after_the_lease_takes_over_from_a_killed_guard() {
 #[test]
 fn a_run_longer_than_its_lease_keeps_it() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 2s";
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
     let started = Instant::now();
-    let mut guard = Started::new(place.job(words, &format!("echo began >> $NOTES; sleep 7; {NOTE}")));
+    let mut guard = Started::new(place.job(words, &format!("echo began >> $NOTES; sleep 10; {NOTE}")));
     until("it has begun", || !place.notes().is_empty());
-    while started.elapsed() < Duration::from_secs(6) {
+    while started.elapsed() < Duration::from_secs(9) {
         ends_with(&run(place.job(&format!("{words} --busy-exit 75"), NOTE)), 75);
         thread::sleep(millis(300));
     }
@@ -305,7 +307,7 @@ fn a_run_longer_than_its_lease_keeps_it() {
 #[test]
 fn a_stalled_guard_that_wakes_after_another_took_over_cannot_mark_the_period_done() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 2s";
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 6s";
     let mut stalled = Started::new(place.job(words, "echo began >> $NOTES; sleep 1; echo ended >> $NOTES"));
     until("it has begun", || !place.notes().is_empty());
     stalled.signal(Signal::STOP);
@@ -325,7 +327,7 @@ fn a_stalled_guard_that_wakes_after_another_took_over_cannot_mark_the_period_don
 #[test]
 fn the_command_of_a_stalled_guard_is_stopped_before_another_may_start() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 2s";
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
     let mut stalled = Started::new(place.job(words, STUBBORN));
     until("both run", || noted(&place, "command").is_some() && noted(&place, "grandchild").is_some());
     stalled.signal(Signal::STOP);
@@ -451,7 +453,7 @@ fn another_zone_for_a_period_that_was_run_is_refused() {
 #[test]
 fn a_run_of_unknown_end_is_left_to_a_person_under_hold() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 1s --on-lapse hold";
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 3s --on-lapse hold";
     let mut guard = Started::new(place.job(words, "echo began >> $NOTES; sleep 60"));
     until("it has begun", || !place.notes().is_empty());
     guard.signal(Signal::KILL);
@@ -545,7 +547,7 @@ fn signals_reach_the_command_and_its_end_is_the_guards() {
 #[test]
 fn a_guard_that_is_told_to_end_keeps_the_lease_until_its_command_has_ended() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 2s";
+    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
     let script = "trap 'echo told >> $NOTES; sleep 6; echo ended >> $NOTES; exit 0' TERM
         echo ready >> $NOTES; while :; do sleep 0.05; done";
     let mut guard = Started::new(place.job(words, script));
@@ -717,6 +719,20 @@ fn a_running_run_is_released_by_force_only() {
     assert!(!lives(noted(&place, "command").unwrap()));
 }
 
+#[test]
+fn without_a_zone_it_is_the_machines() {
+    let place = Place::sqlite();
+    let start = |zone: &str| {
+        let mut command = place.job("--job a --every month --at 2026-07-01T03:59:00Z", NOTE);
+        command.env("TZ", zone);
+        run(command)
+    };
+    ends_with(&start("America/New_York"), 0);
+    assert_eq!(place.notes(), ["2026-06 1"]);
+    // One that has no name cannot be told from another.
+    assert!(ends_with(&start("CET-1CEST"), 2).contains("--tz is needed"));
+}
+
 /// A container without /usr/share/zoneinfo.
 #[test]
 fn zones_are_known_where_the_system_has_none() {
@@ -728,35 +744,36 @@ fn zones_are_known_where_the_system_has_none() {
     assert_eq!(place.notes(), ["2018-11-04 1"]);
 }
 
-/// Several guards of one job are killed and started again, over and over.
+/// Guards of two hosts are killed in the middle of the run, and others take over, again and again.
 #[test]
-fn whatever_is_killed_each_period_is_done_once_at_a_time() {
+fn whatever_is_killed_no_two_commands_run_at_once_and_one_ends() {
     let place = Place::sqlite();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    // Two commands at once would find each other's folder.
-    let script = "mkdir $NOTES.running || echo overlap >> $NOTES; sleep 0.3; rmdir $NOTES.running; echo done >> $NOTES";
-    let mut kills = 0;
-    while place.notes().iter().all(|note| note != "done") || kills < 5 {
-        assert!(Instant::now() < deadline, "{:?}", place.notes());
-        let words = format!(
-            "--job a --every day --tz UTC --at 2026-07-{:02}T12:00:00Z --lease 2s --grace 100ms",
-            10 + kills
-        );
-        let mut guards: Vec<_> = (0..3).map(|_| Started::new(place.job(&words, script))).collect();
-        thread::sleep(millis(150 + 60 * kills));
-        for guard in &mut guards {
-            let _ = guard.0.kill();
-            let _ = guard.0.wait();
-        }
-        // A command that was killed cannot tidy up.
-        until("no command is left", || {
-            let running = place.folder.path().join("notes.running");
-            let _ = happens_within(millis(600), || !running.exists());
-            !running.exists() || std::fs::remove_dir(running).is_ok()
+    let words =
+        "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 3s --grace 100ms --busy-exit 75";
+    // Each looks for another one that is alive.
+    let script = "for f in $NOTES.pid.*; do
+            [ -e $f ] || continue
+            grep -qs '^State:.[RSD]' /proc/${f##*.}/status && echo overlap ${f##*.} >> $NOTES; done
+        : > $NOTES.pid.$$; echo began $ONLYONCE_ATTEMPT >> $NOTES; sleep 4; echo ended >> $NOTES";
+    let began = |attempt: u32| place.notes().contains(&format!("began {attempt}"));
+    let start = || [(); 2].map(|()| Started::new(place.job(words, script)));
+    for kills in 0..4 {
+        let mut guards = start();
+        until("one of them takes over", || {
+            if guards.iter_mut().all(|guard| guard.0.try_wait().unwrap().is_some()) {
+                guards = start();
+            }
+            began(kills + 1)
         });
-        kills += 1;
+        thread::sleep(millis(u64::from(kills) * 150));
+        for guard in &mut guards {
+            guard.0.kill().unwrap();
+            guard.0.wait().unwrap();
+        }
     }
-    assert!(!place.notes().contains(&"overlap".to_owned()), "{:?}", place.notes());
+    until("the last one ends", || run(place.job(words, script)).status.code() == Some(0));
+    let expected = ["began 1", "began 2", "began 3", "began 4", "began 5", "ended"];
+    assert_eq!(place.notes(), expected);
 }
 
 #[test]

@@ -92,16 +92,40 @@ pub struct Period {
 }
 
 impl Period {
-    /// The month that `scheduled_at` is in, in this zone.
+    /// The hour of the wall clock in this zone that `scheduled_at` is in.
+    #[must_use]
+    pub fn hour(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
+        hour(zone, scheduled_at)
+    }
+
+    /// The local date that `scheduled_at` is on.
+    #[must_use]
+    pub fn day(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
+        Unit::DAY.period(zone, scheduled_at)
+    }
+
+    /// The ISO week that `scheduled_at` is in.
+    #[must_use]
+    pub fn week(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
+        Unit::WEEK.period(zone, scheduled_at)
+    }
+
+    /// The month that `scheduled_at` is in. For timers that may fire early see [`Schedule::due`], also for cron expressions.
     #[must_use]
     pub fn month(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
         Unit::MONTH.period(zone, scheduled_at)
     }
 
-    /// The local date that `scheduled_at` is on. For the other units see [`Schedule`].
+    /// The quarter that `scheduled_at` is in.
     #[must_use]
-    pub fn day(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
-        Unit::DAY.period(zone, scheduled_at)
+    pub fn quarter(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
+        Unit::QUARTER.period(zone, scheduled_at)
+    }
+
+    /// The year that `scheduled_at` is in.
+    #[must_use]
+    pub fn year(zone: &TimeZone, scheduled_at: Timestamp) -> Self {
+        Unit::YEAR.period(zone, scheduled_at)
     }
 
     /// Its name, which is part of the key: see [`Every`].
@@ -193,12 +217,12 @@ impl Schedule {
     pub fn current(&self, at: Timestamp) -> Option<Period> {
         match &self.every {
             Every::Cron(cron) => self.latest_tick(cron, at).map(|tick| self.ticking(cron, tick)),
-            Every::Hour => Some(hour(&self.zone, at)),
-            Every::Day => Some(Unit::DAY.period(&self.zone, at)),
-            Every::Week => Some(Unit::WEEK.period(&self.zone, at)),
-            Every::Month => Some(Unit::MONTH.period(&self.zone, at)),
-            Every::Quarter => Some(Unit::QUARTER.period(&self.zone, at)),
-            Every::Year => Some(Unit::YEAR.period(&self.zone, at)),
+            Every::Hour => Some(Period::hour(&self.zone, at)),
+            Every::Day => Some(Period::day(&self.zone, at)),
+            Every::Week => Some(Period::week(&self.zone, at)),
+            Every::Month => Some(Period::month(&self.zone, at)),
+            Every::Quarter => Some(Period::quarter(&self.zone, at)),
+            Every::Year => Some(Period::year(&self.zone, at)),
         }
     }
 
