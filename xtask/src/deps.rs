@@ -88,7 +88,7 @@ const RULES: [Rule; 14] = [
     },
     Rule {
         name: "onlyonce-bench",
-        may: &["onlyonce", "onlyonce-core", "onlyonce-postgres", "onlyonce-testkit"],
+        may: &["onlyonce", "onlyonce-core", "onlyonce-postgres", "onlyonce-sqlite", "onlyonce-testkit"],
         may_in_tests: &[],
         never: &[],
     },

@@ -44,6 +44,19 @@ const JOBS: [Job; 7] = [
 const SOAK: Job =
     Job { name: "soak", about: "kills, cuts and crashes at random for half an hour", run: soak };
 
+/// Says nothing that passes or fails: figures, for whoever has an idle machine.
+const BENCH: Job =
+    Job { name: "bench", about: "measures what docs/performance.md is about, in a few minutes", run: bench };
+
+const BENCH_FULL: Job = Job {
+    name: "bench-full",
+    about: "measures all of it, in about an hour and a half and 20 GB of disk",
+    run: bench_full,
+};
+
+/// Not part of `ci`.
+const BY_ITSELF: [&Job; 3] = [&SOAK, &BENCH, &BENCH_FULL];
+
 /// How many times as often as in `test`.
 const SOAK_FACTOR: &str = "40";
 
@@ -51,7 +64,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let outcome = match arguments.as_slice() {
         [name] if name == "ci" => ci(),
-        [name] => match JOBS.iter().chain([&SOAK]).find(|job| job.name == name) {
+        [name] => match JOBS.iter().chain(BY_ITSELF).find(|job| job.name == name) {
             Some(job) => step(job),
             None => return usage(),
         },
@@ -71,7 +84,10 @@ fn usage() -> ExitCode {
     for Job { name, about, .. } in &JOBS {
         eprintln!("  {name:<10} {about}");
     }
-    eprintln!("\nand by itself\n\n  {:<10} {}", SOAK.name, SOAK.about);
+    eprintln!("\nand by itself\n");
+    for Job { name, about, .. } in BY_ITSELF {
+        eprintln!("  {name:<10} {about}");
+    }
     ExitCode::from(2)
 }
 
@@ -118,6 +134,20 @@ fn soak() -> Outcome {
         cargo(["test", "-p", "onlyonce-cli", "--locked", "--test", "crash", "--test", "postgres"]);
     command.env("ONLYONCE_SOAK", SOAK_FACTOR).args(["--", "--test-threads", "1", "random", "load", "killed"]);
     run(command)
+}
+
+fn bench() -> Outcome {
+    measure("quick")
+}
+
+fn bench_full() -> Outcome {
+    measure("full")
+}
+
+fn measure(extent: &str) -> Outcome {
+    // By itself, so that the program is the one that people get.
+    run(cargo(["build", "--release", "--locked"]))?;
+    run(cargo(["run", "--release", "--locked", "-p", "onlyonce-bench", "--", extent]))
 }
 
 fn deps() -> Outcome {

@@ -15,7 +15,8 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tower::{Layer, ServiceExt};
 
-use crate::{TURN, percentile};
+use crate::TURN;
+use crate::stats::percentile;
 
 const ROUNDS: usize = 5;
 

@@ -1,33 +1,142 @@
 //! Measurements on real databases, each a comparison inside one run:
 //! `cargo run --release -p onlyonce-bench -- NAME`.
 
+mod bars;
+mod chart;
 mod forms;
+mod http;
+mod load;
+mod machine;
+mod memory;
+mod place;
+mod process;
+mod report;
+mod scale;
+mod serve;
+mod stats;
 mod sweep;
 
+use std::error::Error;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-#[tokio::main]
-async fn main() -> ExitCode {
-    let name = std::env::args().nth(1).unwrap_or_default();
-    match name.as_str() {
-        "forms" => forms::measure().await,
-        "sweep" => sweep::measure().await,
-        _ => {
-            eprintln!(
-                "usage: onlyonce-bench NAME\n\n  forms  executions in the layer and in one transaction\n  \
-                 sweep  claims while a million expired keys are swept"
-            );
-            return ExitCode::from(2);
-        }
-    }
-    ExitCode::SUCCESS
-}
+use onlyonce_testkit::Postgres;
+use tokio::runtime::{Builder, Runtime};
 
-/// The value below which this part of all values lie, in percent.
-fn percentile<T: Copy>(sorted: &[T], part: usize) -> T {
-    sorted[(sorted.len() * part / 100).min(sorted.len() - 1)]
-}
+use http::{Arena, Pace};
+use machine::Machine;
+use report::Results;
+
+const USAGE: &str = "usage: onlyonce-bench NAME
+
+  quick  what the bars are about, in a few minutes
+  full   everything, in about an hour and a half, and 20 GB of disk
+  http   the part of quick that goes over HTTP
+  forms  executions in the layer and in one transaction
+  sweep  claims while a million expired keys are swept
+
+quick, full and http start the release build of `onlyonce` beside this program, and write a report into target/bench";
 
 /// How long one side of a comparison runs before it is the other's turn.
 const TURN: Duration = Duration::from_secs(2);
+
+const QUICK: Pace = Pace { rounds: 5, warm: Duration::from_millis(300), run: Duration::from_secs(1) };
+const FULL: Pace = Pace { rounds: 5, warm: Duration::from_millis(500), run: Duration::from_secs(2) };
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("{USAGE}");
+            ExitCode::from(2)
+        }
+        Err(error) => {
+            eprintln!("onlyonce-bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether there is such a measurement.
+fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
+    let Some((name, arguments)) = arguments.split_first() else { return Ok(false) };
+    match name.as_str() {
+        "quick" => all(&http::comparisons_quick(), QUICK, Some(scale::QUICK))?,
+        "full" => all(&http::comparisons_full(), FULL, Some(scale::FULL))?,
+        "http" => all(&http::comparisons_quick(), QUICK, None)?,
+        "forms" => runtime()?.block_on(forms::measure()),
+        "sweep" => {
+            runtime()?.block_on(sweep::figures(&Arc::new(Postgres::start(""))));
+        }
+        // The roles of the other processes of a measurement. One thread is enough to generate load, and
+        // leaves the rest of the machine to those who are measured.
+        "load" => {
+            let plan = load::Plan::parse(arguments)?;
+            Builder::new_current_thread().enable_all().build()?.block_on(load::run(plan))?;
+        }
+        "serve" => runtime()?.block_on(serve::run(arguments))?,
+        "hold" => memory::run(arguments)?,
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+fn runtime() -> std::io::Result<Runtime> {
+    Builder::new_multi_thread().enable_all().build()
+}
+
+fn all(
+    comparisons: &[http::Comparison],
+    pace: Pace,
+    extent: Option<scale::Extent>,
+) -> Result<(), Box<dyn Error>> {
+    let started = Instant::now();
+    let program = beside("onlyonce")?;
+    let folder = tempfile::Builder::new().prefix("onlyonce-bench-").tempdir()?;
+    let mut results = Results::default();
+    let mut machine = {
+        let postgres = Postgres::start("");
+        let mut arena = Arena::start(&postgres, folder.path(), &program)?;
+        let machine = Machine::look(&postgres, folder.path());
+        println!("{machine}");
+        results.http = arena.measure(comparisons, pace)?;
+        machine
+    };
+    results.memory = Some(memory::measure(&program, folder.path())?);
+    if let Some(extent) = extent {
+        results.scale = runtime()?.block_on(scale::measure(folder.path(), extent));
+    }
+    machine.add(format!("{} rounds of {:?} each, after {:?} to warm up", pace.rounds, pace.run, pace.warm));
+    machine.add(format!("load of the machine after the run: {}", machine::load_average()));
+    write(&results, &machine, &program)?;
+    println!("\nin {:.0?}", started.elapsed());
+    Ok(())
+}
+
+/// A program in the same folder as this one: `target/release`.
+fn beside(name: &str) -> Result<PathBuf, Box<dyn Error>> {
+    let path = std::env::current_exe()?.with_file_name(name);
+    if path.exists() {
+        Ok(path)
+    } else {
+        Err(format!("{} is missing: cargo build --release", path.display()).into())
+    }
+}
+
+fn write(results: &Results, machine: &Machine, program: &Path) -> Result<(), Box<dyn Error>> {
+    let folder = program.ancestors().nth(2).ok_or("no target directory")?.join("bench");
+    std::fs::create_dir_all(&folder)?;
+    let bars = bars::bars(results);
+    let (report, chart) = (folder.join("report.md"), folder.join("answers.svg"));
+    std::fs::write(&report, report::markdown(results, &bars, machine, "answers.svg"))?;
+    std::fs::write(&chart, chart::svg(&results.http))?;
+    println!("\n| bar | required | measured | |\n|---|---|---|---|");
+    for bar in &bars {
+        println!("{bar}");
+    }
+    println!("\n{}\n{}", report.display(), chart.display());
+    Ok(())
+}

@@ -1,78 +1,88 @@
 //! Claims with a million expired keys in the table, quiet and during the sweep, in turns.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use onlyonce_core::record::NewState;
-use onlyonce_core::{Fingerprint, Key, Operation, Revision, Store, Write};
-use onlyonce_postgres::{PostgresOptions, PostgresStore};
 use onlyonce_testkit::Postgres;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::{TURN, percentile};
+use crate::TURN;
+use crate::place::{A_DAY, ANSWER_BYTES, Copies, FINGERPRINT, Place, operation};
+use crate::report::{time, whole};
+use crate::stats::percentile;
 
 const ROUNDS: usize = 5;
 const CONCURRENT: usize = 16;
-const EXPIRED_ROWS: u32 = 1_000_000;
+const EXPIRED_ROWS: u64 = 1_000_000;
 /// More than a turn's sweep gets through.
 const SWEPT_ROWS_MAX: u64 = 190_000;
 
-pub(crate) async fn measure() {
-    let server = Postgres::start("");
-    let database = server.database();
-    let options: PostgresOptions = server.url(&database).parse().expect("the testkit's URL");
-    let claims = PostgresStore::open(&options).await.expect("a private server");
-    let sweeps = PostgresStore::open(&options).await.expect("a private server");
-    fill(&server, &database, &claims).await;
-    let (mut quiet, mut swept) = (Vec::new(), Vec::new());
+/// How long claims took, of all rounds together.
+pub(crate) struct SweepFigures {
+    quiet: Latencies,
+    swept: Latencies,
+    rows_swept: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Latencies {
+    claims: usize,
+    p50: Duration,
+    p99: Duration,
+}
+
+impl SweepFigures {
+    /// p99 during the sweep to p99 in quiet.
+    pub(crate) fn ratio(&self) -> f64 {
+        self.swept.p99.as_secs_f64() / self.quiet.p99.as_secs_f64()
+    }
+}
+
+pub(crate) async fn figures(server: &Arc<Postgres>) -> SweepFigures {
+    println!("\nclaims while a million expired rows are swept");
+    let place = Place::postgres(server).await;
+    // Another instance's sweep, as far as this one's claims are concerned.
+    let sweeps = place.again().await;
+    place.execute("template", ANSWER_BYTES, &A_DAY).await;
+    place.copy("template", EXPIRED_ROWS, Copies::Expired).await;
+    place.settle().await;
+    let (mut quiet, mut swept, mut rows_swept) = (Vec::new(), Vec::new(), 0);
     for round in 0..ROUNDS {
-        claim_for_a_turn(&claims, &format!("quiet-{round}"), &mut quiet).await;
+        claim_for_a_turn(&place, &format!("quiet-{round}"), &mut quiet).await;
         let sweeping = tokio::spawn(sweep(sweeps.clone()));
-        claim_for_a_turn(&claims, &format!("swept-{round}"), &mut swept).await;
+        claim_for_a_turn(&place, &format!("swept-{round}"), &mut swept).await;
         let ended_early = sweeping.is_finished();
         let rows = sweeping.await.expect("no panic");
-        println!("round {round}: {rows} rows swept{}", if ended_early { ", ended early" } else { "" });
+        println!("  round {round}: {rows} rows swept{}", if ended_early { ", ended early" } else { "" });
+        rows_swept += rows;
     }
-    for (name, times) in [("quiet", &mut quiet), ("during a sweep", &mut swept)] {
-        times.sort();
-        let (p50, p99) = (percentile(times, 50), percentile(times, 99));
-        println!("{name}: {} claims, p50 {p50:?}, p99 {p99:?}", times.len());
-    }
+    let figures = SweepFigures { quiet: latencies(quiet), swept: latencies(swept), rows_swept };
+    println!("{figures}");
+    figures
 }
 
-async fn fill(server: &Postgres, database: &str, store: &PostgresStore) {
-    store.insert(&operation("template"), expired()).await.expect("inserted");
-    let fill = format!(
-        "INSERT INTO onlyonce.idempotency_keys \
-         SELECT created_at, granted_at, expires_at, sweep_at, lease_until, completed_at, attempt, status, \
-            sha256(n::text::bytea), revision, fingerprint_target, fingerprint_body, namespace, endpoint, caller, \
-            'k' || n, head, body \
-         FROM onlyonce.idempotency_keys, generate_series(1, {EXPIRED_ROWS}) n"
-    );
-    server.sql(database, &fill);
-    server.sql(database, "VACUUM ANALYZE onlyonce.idempotency_keys");
-}
-
-async fn sweep(store: PostgresStore) -> u64 {
+async fn sweep(place: Place) -> u64 {
     let started = Instant::now();
     let mut removed = 0;
     while removed < SWEPT_ROWS_MAX && started.elapsed() < TURN {
-        removed += store.sweep(1_000).await.expect("a sweep waits for nobody");
+        removed += place.sweep().await;
     }
     removed
 }
 
-async fn claim_for_a_turn(store: &PostgresStore, name: &str, times: &mut Vec<Duration>) {
+async fn claim_for_a_turn(place: &Place, name: &str, times: &mut Vec<Duration>) {
     let started = Instant::now();
     let mut claiming = JoinSet::new();
     for claimant in 0..CONCURRENT {
-        let (store, name) = (store.clone(), format!("{name}-{claimant}"));
+        let (place, name) = (place.clone(), format!("{name}-{claimant}"));
         claiming.spawn(async move {
             let mut times = Vec::new();
             while started.elapsed() < TURN {
-                let asked = Instant::now();
                 let payment = operation(&format!("{name}-{}", times.len()));
-                store.insert(&payment, running()).await.expect("inserted");
+                let asked = Instant::now();
+                place.engine.claim(&payment, FINGERPRINT, &A_DAY).await.expect("a claim");
                 times.push(asked.elapsed());
             }
             times
@@ -81,23 +91,19 @@ async fn claim_for_a_turn(store: &PostgresStore, name: &str, times: &mut Vec<Dur
     times.extend(claiming.join_all().await.into_iter().flatten());
 }
 
-fn operation(key: &str) -> Operation {
-    Operation::new("default", "POST /payments", "ann", Key::new(key).expect("a valid key"))
+fn latencies(mut times: Vec<Duration>) -> Latencies {
+    times.sort_unstable();
+    Latencies { claims: times.len(), p50: percentile(&times, 50), p99: percentile(&times, 99) }
 }
 
-fn running() -> Write {
-    Write {
-        fingerprint: Fingerprint { target: [1; 32], body: [2; 32] },
-        revision: Revision::fresh(),
-        attempt: 1,
-        created_at: None,
-        granted_at: None,
-        state: NewState::Running { lease: Duration::from_secs(75) },
-        retention: Duration::from_secs(86_400),
+impl fmt::Display for SweepFigures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "| Postgres, {CONCURRENT} callers | claims | p50 | p99 |\n|---|---:|---:|---:|")?;
+        let rows = format!("while {} rows are swept", whole(self.rows_swept as f64));
+        for (when, Latencies { claims, p50, p99 }) in [("quiet", self.quiet), (&rows, self.swept)] {
+            let (p50, p99) = (time(p50.as_secs_f64()), time(p99.as_secs_f64()));
+            writeln!(f, "| {when} | {} | {p50} | {p99} |", whole(claims as f64))?;
+        }
+        Ok(())
     }
-}
-
-fn expired() -> Write {
-    let state = NewState::Running { lease: Duration::ZERO };
-    Write { state, retention: Duration::ZERO, ..running() }
 }

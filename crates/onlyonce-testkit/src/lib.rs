@@ -1,5 +1,5 @@
-//! Private Postgres, PgBouncer, RabbitMQ and NATS servers, a TCP proxy that misbehaves, and examples as processes, for
-//! tests.
+//! Private Postgres, PgBouncer, RabbitMQ, NATS and nginx servers, a TCP proxy that misbehaves, and examples as
+//! processes, for tests and measurements.
 //!
 //! Servers listen on 127.0.0.1 only, keep their files in a temporary folder, and end with the process that
 //! started them, however that ends. What is missing is installed where that is possible (as root, with
@@ -7,6 +7,7 @@
 
 mod example;
 mod nats;
+mod nginx;
 mod pgbouncer;
 mod postgres;
 mod program;
@@ -16,6 +17,7 @@ mod system;
 
 pub use example::{Curl, Example};
 pub use nats::Nats;
+pub use nginx::Nginx;
 pub use pgbouncer::PgBouncer;
 pub use postgres::Postgres;
 pub use proxy::Proxy;

@@ -60,6 +60,11 @@ impl Program {
         self.port
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running.as_ref().expect("it is running").id()
+    }
+
     pub(crate) fn start_again(&self) {
         let log = std::fs::File::options().create(true).append(true).open(self.folder.join("output"));
         let log = log.expect("a file for its output");

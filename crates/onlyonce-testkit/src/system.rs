@@ -65,6 +65,15 @@ pub(crate) fn nats_server() -> PathBuf {
     folder.join(program)
 }
 
+pub(crate) fn nginx() -> PathBuf {
+    let program = "nginx";
+    let folder = found_or_installed(program, &["nginx-light"], || {
+        let folder = PathBuf::from("/usr/sbin");
+        in_search_path(&[program]).or_else(|| has_all(&folder, &[program]).then_some(folder))
+    });
+    folder.join(program)
+}
+
 fn in_search_path(programs: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).find(|folder| has_all(folder, programs))

@@ -1,0 +1,400 @@
+//! Claims, replays and sweeps in small and large tables, what a key takes on disk, and whether the table stays
+//! small while keys come and go.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use onlyonce_core::{Claimed, Lapse, Policy};
+use onlyonce_testkit::Postgres;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::http::Database;
+use crate::place::{A_DAY, ANSWER_BYTES, Copies, FINGERPRINT, Place, operation};
+use crate::report::whole;
+use crate::stats::{SplitMix, Spread};
+use crate::sweep::{self, SweepFigures};
+
+const CONCURRENT: u64 = 64;
+/// Replays are of these, which were executed as the table was being filled.
+const KEYS_SPREAD: u64 = 10_000;
+/// The table is filled in so many parts, with keys to replay after each.
+const FILLS: u64 = 20;
+/// How many expired rows each round of sweeping has before it.
+const EXPIRED_ROWS: u64 = 20_000;
+/// Keys that are weighed.
+const WEIGHED_KEYS: u64 = 20_000;
+const WEIGHED_ANSWER_BYTES: [usize; 3] = [0, 1024, 16 * 1024];
+
+/// How much is measured.
+#[derive(Clone, Copy)]
+pub(crate) struct Extent {
+    pub(crate) postgres_rows: &'static [u64],
+    pub(crate) sqlite_rows: &'static [u64],
+    pub(crate) rounds: usize,
+    pub(crate) turn: Duration,
+    pub(crate) cycles: u64,
+}
+
+pub(crate) const QUICK: Extent = Extent {
+    postgres_rows: &[10_000, 1_000_000],
+    sqlite_rows: &[],
+    rounds: 3,
+    turn: Duration::from_secs(1),
+    cycles: 100_000,
+};
+
+pub(crate) const FULL: Extent = Extent {
+    postgres_rows: &[10_000, 1_000_000, 10_000_000],
+    sqlite_rows: &[10_000, 1_000_000, 10_000_000],
+    rounds: 5,
+    turn: Duration::from_secs(2),
+    cycles: 1_000_000,
+};
+
+/// What was found.
+#[derive(Default)]
+pub(crate) struct Scale {
+    at_rows: Vec<AtRows>,
+    weights: Vec<Weight>,
+    sweep: Option<SweepFigures>,
+    cycles: Vec<Cycles>,
+}
+
+/// In a table of this size, each per second.
+struct AtRows {
+    database: Database,
+    rows: u64,
+    claims: Spread,
+    replays: Spread,
+    swept_rows: Spread,
+}
+
+struct Weight {
+    database: Database,
+    answer_bytes: usize,
+    bytes_per_key: u64,
+}
+
+/// Keys that were claimed, completed, expired and swept.
+struct Cycles {
+    database: Database,
+    many: u64,
+    elapsed: Duration,
+    samples: Vec<Sample>,
+}
+
+#[derive(Clone, Copy)]
+struct Sample {
+    done: u64,
+    bytes: u64,
+    /// Of Postgres.
+    vacuums: Option<(u64, u64)>,
+}
+
+impl Scale {
+    pub(crate) fn claims_at_ten_million(&self) -> Option<f64> {
+        let at = |rows| {
+            let found =
+                self.at_rows.iter().find(|at| at.database == Database::Postgres && at.rows == rows)?;
+            Some(found.claims.median)
+        };
+        Some(at(10_000_000)? / at(10_000)?)
+    }
+
+    pub(crate) fn sweep_p99(&self) -> Option<f64> {
+        self.sweep.as_ref().map(SweepFigures::ratio)
+    }
+}
+
+pub(crate) async fn measure(folder: &Path, extent: Extent) -> Scale {
+    let server = Arc::new(Postgres::start(""));
+    let mut scale = Scale { sweep: Some(sweep::figures(&server).await), ..Scale::default() };
+    for on in [Database::Postgres, Database::Sqlite] {
+        let place = async |name: &str| match on {
+            Database::Postgres => Place::postgres(&server).await,
+            Database::Sqlite => Place::sqlite(folder.join(format!("{name}.db"))).await,
+        };
+        for answer_bytes in WEIGHED_ANSWER_BYTES {
+            scale.weights.push(weigh(&place(&format!("weight-{answer_bytes}")).await, answer_bytes).await);
+        }
+        scale.cycles.push(cycle(&place("cycles").await, extent.cycles).await);
+        let all_rows = if on == Database::Postgres { extent.postgres_rows } else { extent.sqlite_rows };
+        let mut filled = Vec::new();
+        for rows in all_rows {
+            filled.push(Filled::new(place(&format!("rows-{rows}")).await, *rows).await);
+        }
+        scale.at_rows.extend(at_rows(&filled, extent).await);
+    }
+    scale
+}
+
+/// A table with so many live rows.
+struct Filled {
+    place: Place,
+    rows: u64,
+    keys: u64,
+}
+
+impl Filled {
+    async fn new(place: Place, rows: u64) -> Self {
+        println!("\nfilling {} with {} rows", place.database(), whole(rows as f64));
+        let keys = KEYS_SPREAD.min(rows / 10);
+        place.execute("template", ANSWER_BYTES, &A_DAY).await;
+        for fill in 0..FILLS {
+            place.copy("template", (rows - keys) / FILLS, Copies::Live).await;
+            let of_this_fill = keys / FILLS;
+            execute_each(&place, of_this_fill, ANSWER_BYTES, &A_DAY, move |number| {
+                format!("replayed-{}", fill * of_this_fill + number)
+            })
+            .await;
+        }
+        place.settle().await;
+        Self { place, rows, keys: keys / FILLS * FILLS }
+    }
+
+    async fn claims(&self, turn: Duration, round: usize) -> f64 {
+        let place = self.place.clone();
+        per_second(turn, move |claimant, number| {
+            let place = place.clone();
+            async move {
+                let key = operation(&format!("claimed-{round}-{claimant}-{number}"));
+                let claimed = place.engine.claim(&key, FINGERPRINT, &A_DAY).await.expect("a claim");
+                assert!(matches!(claimed, Claimed::Execute(_)), "the key is fresh");
+            }
+        })
+        .await
+    }
+
+    async fn replays(&self, turn: Duration, round: usize) -> f64 {
+        let (place, keys) = (self.place.clone(), self.keys);
+        per_second(turn, move |claimant, number| {
+            let place = place.clone();
+            let seed = ((round as u64) << 48) | (claimant << 32) | number;
+            let key = format!("replayed-{}", SplitMix(seed).next() % keys);
+            async move { assert!(place.replays(&key).await, "{key} was executed") }
+        })
+        .await
+    }
+
+    /// Rows a second, until none is left.
+    async fn swept_rows(&self) -> f64 {
+        self.place.copy("template", EXPIRED_ROWS, Copies::Expired).await;
+        let (started, mut removed) = (Instant::now(), 0);
+        loop {
+            match self.place.sweep().await {
+                0 => return removed as f64 / started.elapsed().as_secs_f64(),
+                rows => removed += rows,
+            }
+        }
+    }
+}
+
+async fn at_rows(filled: &[Filled], extent: Extent) -> Vec<AtRows> {
+    let mut rounds = vec![[const { Vec::new() }; 3]; filled.len()];
+    for round in 0..extent.rounds {
+        for (table, rounds) in filled.iter().zip(&mut rounds) {
+            rounds[0].push(table.claims(extent.turn, round).await);
+            table.place.forget_claims().await;
+        }
+        for (table, rounds) in filled.iter().zip(&mut rounds) {
+            rounds[1].push(table.replays(extent.turn, round).await);
+        }
+        for (table, rounds) in filled.iter().zip(&mut rounds) {
+            rounds[2].push(table.swept_rows().await);
+        }
+    }
+    let of_table = |(table, rounds): (&Filled, [Vec<f64>; 3])| {
+        let [claims, replays, swept_rows] = rounds.map(Spread::of);
+        let at = AtRows { database: table.place.database(), rows: table.rows, claims, replays, swept_rows };
+        println!("{at}");
+        at
+    };
+    filled.iter().zip(rounds).map(of_table).collect()
+}
+
+async fn weigh(place: &Place, answer_bytes: usize) -> Weight {
+    let before = place.bytes().await;
+    execute_each(place, WEIGHED_KEYS, answer_bytes, &A_DAY, |number| format!("order-{number:026}")).await;
+    place.settle().await;
+    let bytes_per_key = place.bytes().await.saturating_sub(before) / WEIGHED_KEYS;
+    println!("{}: {bytes_per_key} bytes for a key with an answer of {answer_bytes}", place.database());
+    Weight { database: place.database(), answer_bytes, bytes_per_key }
+}
+
+/// How long a key lives after its claim: in the meantime it is completed.
+const CYCLE: Policy =
+    Policy { lease: Duration::from_secs(5), retention: Duration::ZERO, on_lapse: Lapse::Rerun };
+const SWEEP_PAUSE: Duration = Duration::from_millis(500);
+const SAMPLES: u64 = 10;
+
+async fn cycle(place: &Place, many: u64) -> Cycles {
+    println!("\n{}: {} keys come and go", place.database(), whole(many as f64));
+    let started = Instant::now();
+    let ended = Arc::new(AtomicBool::new(false));
+    let sweeping = tokio::spawn(sweep_until(place.clone(), Arc::clone(&ended)));
+    let mut samples = Vec::new();
+    for sample in 0..SAMPLES {
+        let each_sample = many / SAMPLES;
+        execute_each(place, each_sample, ANSWER_BYTES, &CYCLE, move |number| {
+            format!("cycle-{}", sample * each_sample + number)
+        })
+        .await;
+        let done = (sample + 1) * each_sample;
+        samples.push(Sample { done, bytes: place.bytes().await, vacuums: place.vacuums().await });
+    }
+    ended.store(true, Ordering::Relaxed);
+    let elapsed = started.elapsed();
+    sweeping.await.expect("no panic");
+    let cycles = Cycles { database: place.database(), many, elapsed, samples };
+    print!("{cycles}");
+    cycles
+}
+
+async fn sweep_until(place: Place, ended: Arc<AtomicBool>) {
+    while !ended.load(Ordering::Relaxed) {
+        while place.sweep().await > 0 {}
+        sleep(SWEEP_PAUSE).await;
+    }
+}
+
+/// Runs so many operations that do nothing.
+async fn execute_each(
+    place: &Place,
+    many: u64,
+    answer_bytes: usize,
+    policy: &Policy,
+    key: impl Fn(u64) -> String + Clone + Send + 'static,
+) {
+    let (place, policy) = (place.clone(), *policy);
+    each(many, move |number| {
+        let (place, key) = (place.clone(), key(number));
+        async move { place.execute(&key, answer_bytes, &policy).await }
+    })
+    .await;
+}
+
+/// Does it once for each number, so many at a time.
+async fn each<F, Done>(many: u64, work: F)
+where
+    F: Fn(u64) -> Done + Clone + Send + 'static,
+    Done: Future<Output = ()> + Send + 'static,
+{
+    let next = Arc::new(AtomicU64::new(0));
+    let mut workers = JoinSet::new();
+    for _ in 0..CONCURRENT {
+        let (next, work) = (Arc::clone(&next), work.clone());
+        workers.spawn(async move {
+            loop {
+                match next.fetch_add(1, Ordering::Relaxed) {
+                    number if number < many => work(number).await,
+                    _ => return,
+                }
+            }
+        });
+    }
+    workers.join_all().await;
+}
+
+/// How often it was done in this time, with the numbers of the worker and of its call.
+async fn per_second<F, Done>(turn: Duration, work: F) -> f64
+where
+    F: Fn(u64, u64) -> Done + Clone + Send + 'static,
+    Done: Future<Output = ()> + Send + 'static,
+{
+    let started = Instant::now();
+    let mut workers = JoinSet::new();
+    for worker in 0..CONCURRENT {
+        let work = work.clone();
+        workers.spawn(async move {
+            let mut done = 0;
+            while started.elapsed() < turn {
+                work(worker, done).await;
+                done += 1;
+            }
+            done
+        });
+    }
+    let done: u64 = workers.join_all().await.into_iter().sum();
+    done as f64 / started.elapsed().as_secs_f64()
+}
+
+impl fmt::Display for AtRows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { database, rows, claims, replays, swept_rows } = self;
+        let cell = |Spread { median, min, max }: &Spread| {
+            format!("{} ({}..{})", whole(*median), whole(*min), whole(*max))
+        };
+        let (claims, replays, swept) = (cell(claims), cell(replays), cell(swept_rows));
+        write!(f, "| {database} | {} | {claims} | {replays} | {swept} |", whole(*rows as f64))
+    }
+}
+
+impl fmt::Display for Cycles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { database, many, elapsed, samples } = self;
+        let rate = *many as f64 / elapsed.as_secs_f64();
+        writeln!(
+            f,
+            "\n{database}: {} keys in {elapsed:.0?}, {} a second\n",
+            whole(*many as f64),
+            whole(rate)
+        )?;
+        writeln!(f, "| keys so far | table and indexes, MiB | dead rows | automatic vacuums |")?;
+        writeln!(f, "|---:|---:|---:|---:|")?;
+        for Sample { done, bytes, vacuums } in samples {
+            let (dead, vacuums) = vacuums.map_or_else(
+                || ("".into(), "".into()),
+                |(dead, vacuums)| (whole(dead as f64), vacuums.to_string()),
+            );
+            writeln!(f, "| {} | {} | {dead} | {vacuums} |", whole(*done as f64), bytes >> 20)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Scale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.at_rows.is_empty() {
+            writeln!(f, "{AT_ROWS}")?;
+        }
+        for at in &self.at_rows {
+            writeln!(f, "{at}")?;
+        }
+        if let Some(sweep) = &self.sweep {
+            writeln!(f, "\n## Claims while a million expired rows are swept\n\n{sweep}")?;
+        }
+        if !self.weights.is_empty() {
+            writeln!(f, "\n## Bytes for a key on disk\n\nIndexes included.\n")?;
+            writeln!(f, "| | bytes of its answer | bytes on disk |\n|---|---:|---:|")?;
+        }
+        for Weight { database, answer_bytes, bytes_per_key } in &self.weights {
+            let (answer, disk) = (whole(*answer_bytes as f64), whole(*bytes_per_key as f64));
+            writeln!(f, "| {database} | {answer} | {disk} |")?;
+        }
+        if !self.cycles.is_empty() {
+            writeln!(f, "{CYCLES}")?;
+        }
+        for cycles in &self.cycles {
+            write!(f, "{cycles}")?;
+        }
+        Ok(())
+    }
+}
+
+const AT_ROWS: &str = "
+## Small and large tables
+
+The store alone, without HTTP, 64 callers: claims of fresh keys, replays of keys that lie all over the table, and
+expired rows removed by one sweep; each a second, median of the rounds, lowest and highest in brackets.
+
+| | rows | claims/s | replays/s | rows swept/s |
+|---|---:|---:|---:|---:|";
+
+const CYCLES: &str = "
+## Keys that come and go
+
+Each is claimed, completed, expired five seconds after its claim, and swept; 64 callers as fast as they can.";
