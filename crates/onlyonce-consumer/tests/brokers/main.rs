@@ -29,8 +29,10 @@ macro_rules! storms {
 storms!(storm_on_rabbitmq, crate::rabbitmq::RabbitQueue:
     nothing_is_lost_doubled_or_stuck
     a_poison_message_is_dead_lettered_and_the_rest_flow_on
+    a_restarted_broker_delivers_what_was_not_settled
 );
 storms!(storm_on_nats, crate::nats::NatsQueue:
     nothing_is_lost_doubled_or_stuck
     a_poison_message_is_dead_lettered_and_the_rest_flow_on
+    a_restarted_broker_delivers_what_was_not_settled
 );

@@ -148,6 +148,11 @@ impl Storm for NatsQueue {
         self.server().start_again();
     }
 
+    fn restart_broker(&self) {
+        self.server().stop();
+        self.server().start_again();
+    }
+
     async fn publish_surely(&self, sent: &Sent) {
         let publish = || async {
             let subject = self.subject();

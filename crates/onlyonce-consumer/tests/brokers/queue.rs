@@ -82,6 +82,12 @@ pub(crate) async fn nothing<S: Subscription>(subscription: &mut S) {
     }
 }
 
+/// It ends, with or without saying why.
+pub(crate) async fn ends<S: Subscription>(subscription: &mut S) {
+    let ending = async { while subscription.next().await.is_some() {} };
+    timeout(LONG, ending).await.expect("it ends");
+}
+
 pub(crate) fn reason() -> DeadLetter {
     DeadLetter {
         reason: Reason::AttemptsExhausted,

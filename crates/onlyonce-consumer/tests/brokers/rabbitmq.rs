@@ -146,6 +146,11 @@ impl Storm for RabbitQueue {
         self.server().start_again();
     }
 
+    fn restart_broker(&self) {
+        self.server().stop();
+        self.server().start_again();
+    }
+
     async fn publish_surely(&self, sent: &Sent) {
         while !self.published(sent.payload.as_bytes(), properties(sent)).await.unwrap_or(false) {
             if let Ok(again) = connected(self.server().url()).await {

@@ -4,16 +4,15 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use onlyonce_consumer::broker::{ATTEMPTS, REASON};
+use onlyonce_consumer::{Broker, Delivery};
 use onlyonce_testkit::{Postgres, Proxy};
 use tokio::time::sleep;
 
-use crate::queue::{LONG, Queue, Sent};
+use crate::queue::{LONG, Queue, Sent, ends, message, next, nothing};
 use crate::workers::Workers;
 
-/// How many messages a storm has; 2,000 with `ONLYONCE_SOAK=1`.
-fn messages() -> usize {
-    if std::env::var("ONLYONCE_SOAK").is_ok_and(|soak| soak == "1") { 2_000 } else { 300 }
-}
+/// How many messages a storm has.
+const MESSAGES: usize = 2_000;
 
 /// Each is published at least so often.
 const COPIES: usize = 2;
@@ -28,6 +27,9 @@ pub(crate) trait Storm: Queue {
     /// Kills the broker, and starts it again on what it kept.
     fn crash_broker(&self);
 
+    /// The same in order: clients are told.
+    fn restart_broker(&self);
+
     /// Publishes until the broker has confirmed it, and so perhaps several times.
     async fn publish_surely(&self, sent: &Sent);
 
@@ -38,7 +40,7 @@ pub(crate) trait Storm: Queue {
 pub(crate) async fn nothing_is_lost_doubled_or_stuck<Q: Storm>() {
     let (queue, database) = (Q::alone().await, Database::new().await);
     let mut workers = Workers::start(3, [queue.environment(), database.environment()].concat());
-    let ids: Vec<String> = (0..messages()).map(|number| format!("order-{number}")).collect();
+    let ids: Vec<String> = (0..MESSAGES).map(|number| format!("order-{number}")).collect();
     let publishing = async {
         for copy in 0..COPIES {
             for (number, id) in ids.iter().enumerate() {
@@ -112,6 +114,37 @@ pub(crate) async fn nothing_is_lost_doubled_or_stuck<Q: Storm>() {
     }
     assert_eq!(effects.len(), ids.len());
     eprintln!("{} messages, {kills} consumers killed; {}", ids.len(), database.summary());
+}
+
+pub(crate) async fn a_restarted_broker_delivers_what_was_not_settled<Q: Storm>() {
+    let queue = Q::alone().await;
+    for id in ["one", "two", "three"] {
+        queue.publish(&message(id, "x")).await;
+    }
+    let broker = queue.broker();
+    let mut subscription = broker.subscribe(2).await.unwrap();
+    next(&mut subscription).await.acknowledge().await.unwrap();
+    let held = next(&mut subscription).await;
+    tokio::task::block_in_place(|| queue.restart_broker());
+    ends(&mut subscription).await;
+    let started = Instant::now();
+    let mut subscription = loop {
+        match broker.subscribe(2).await {
+            Ok(subscription) => break subscription,
+            Err(error) => assert!(started.elapsed() < LONG, "{error}"),
+        }
+        sleep(Duration::from_millis(200)).await;
+    };
+    let mut again = Vec::new();
+    for _ in 0..2 {
+        let delivery = next(&mut subscription).await;
+        again.push(delivery.message().id.clone().unwrap());
+        delivery.acknowledge().await.unwrap();
+    }
+    again.sort();
+    assert_eq!(again, ["three", "two"]);
+    drop(held);
+    nothing(&mut subscription).await;
 }
 
 enum Blow {

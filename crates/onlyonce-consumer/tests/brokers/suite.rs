@@ -7,7 +7,7 @@ use onlyonce_consumer::{Broker, BrokerErrorKind, Delivery, Subscription};
 use onlyonce_testkit::Proxy;
 use tokio::time::timeout;
 
-use crate::queue::{DeliveryOf, LONG, Queue, Sent, message, next, nothing, reason};
+use crate::queue::{DeliveryOf, LONG, Queue, Sent, ends, message, next, nothing, reason};
 
 /// One test for each clause, on this queue.
 macro_rules! suite {
@@ -207,12 +207,6 @@ pub(crate) async fn a_cut_connection_ends_the_subscription_and_loses_nothing<Q: 
     again.sort();
     assert_eq!(again, ["three", "two"]);
     nothing(&mut subscription).await;
-}
-
-/// It ends, with or without saying why.
-async fn ends<S: Subscription>(subscription: &mut S) {
-    let ending = async { while subscription.next().await.is_some() {} };
-    timeout(LONG, ending).await.expect("it ends");
 }
 
 pub(crate) async fn a_dropped_subscription_gives_back_what_it_had<Q: Queue>() {
