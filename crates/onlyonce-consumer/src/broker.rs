@@ -70,7 +70,7 @@ pub trait Delivery: Send + 'static {
     fn acknowledge(self) -> impl Future<Output = Result<(), BrokerError>> + Send;
 
     /// Has the message delivered again, not before `delay` is over; sooner only where the broker cannot wait so
-    /// long, at the longest delay that it has.
+    /// long, at the longest delay that it has. Does not itself wait for that.
     ///
     /// # Errors
     /// If the broker cannot be told.
@@ -83,7 +83,7 @@ pub trait Delivery: Send + 'static {
     /// If that was not confirmed: the message is delivered again, and may be in both places.
     fn dead_letter(self, reason: &DeadLetter) -> impl Future<Output = Result<(), BrokerError>> + Send;
 
-    /// Starts the deadline again, where the broker has one; does nothing elsewhere.
+    /// Starts the deadline again, where the broker has one; does nothing elsewhere. May be dropped halfway.
     ///
     /// # Errors
     /// If the broker cannot be told. The delivery can still be settled.
