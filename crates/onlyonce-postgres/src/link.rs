@@ -28,6 +28,11 @@ const IDLE_TIME_TRUSTED: Duration = Duration::from_millis(100);
 /// How often a call is sent again that the server undid because of others.
 const TRIES_MAX: u32 = 4;
 
+/// How long a batch waits for a locked row, and then each of its calls alone. Another writer has a row locked
+/// for milliseconds; a transaction of an application, for as long as it is open, and then few such keys hold up
+/// every writer.
+const LOCK_WAIT_MAX: Duration = Duration::from_millis(250);
+
 /// The oldest server this was written for, as `server_version_num` says it.
 const SERVER_VERSION_MIN: i64 = 130_000;
 
@@ -184,8 +189,7 @@ impl Target {
 /// what is dear would be compiled.
 fn settings(call_timeout: Duration) -> Vec<(&'static str, String)> {
     let statement = call_timeout.mul_f64(0.85);
-    // A row is locked for milliseconds. One that is locked for longer must not hold up a whole batch.
-    let lock = (call_timeout / 4).min(Duration::from_secs(1));
+    let lock = (call_timeout / 4).min(LOCK_WAIT_MAX);
     let milliseconds = |time: Duration| time.as_millis().to_string();
     let off = || "off".to_owned();
     vec![

@@ -52,6 +52,10 @@
 //! [`Settings::response_body_bytes_max`] is not recorded; the mark that the work was done is, before the
 //! first byte is sent.
 //!
+//! Nobody sees a key that an open transaction has claimed. An [`OnlyonceLayer`](crate::OnlyonceLayer) that is asked
+//! for it, on an instance that has not been deployed anew for example, waits at its row for a moment, holds up
+//! other keys meanwhile, and answers 503.
+//!
 //! Of two layers around one handler, each on a store of another type, both give their [`Tx`], and the inner one
 //! commits first; on stores of one type the inner one's is given. Two guards in a row, in one process or not,
 //! must not claim the same key in the same table: the second would find the first at it, and refuse with 409.

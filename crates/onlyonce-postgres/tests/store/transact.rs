@@ -637,3 +637,45 @@ async fn a_caller_dropped_at_any_point_leaves_no_claim_and_no_transaction() {
     assert_eq!(notes(&database), done, "work without its key, or the reverse");
     assert!((1..120).contains(&answered) && done.lines().count() >= answered, "{answered} answered");
 }
+
+/// A key that an open transaction has claimed locks its row for as long as that one is open, and nobody sees it.
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_of_long_transactions_fail_no_claims_of_others() {
+    let url = server().url(&database());
+    let (store, shop) = (open(&url).await, transactions(&url).await);
+    let long = |at: u32| operation(&format!("long-{at}"));
+    let mut transaction = shop.begin(PATIENT).await.unwrap();
+    for at in 0..8 {
+        claim(&shop, &mut transaction, &long(at), running().fingerprint, &POLICY).await.unwrap();
+    }
+    let until = Instant::now() + Duration::from_secs(4);
+    let engine = Engine::new(Arc::new(store));
+    let mut copies = JoinSet::new();
+    for at in 0..8 {
+        let engine = engine.clone();
+        copies.spawn(async move {
+            while Instant::now() < until {
+                engine.claim(&long(at), running().fingerprint, &POLICY).await.unwrap_err();
+                sleep(Duration::from_secs(1)).await;
+            }
+        });
+    }
+    let mut others = JoinSet::new();
+    for at in 0..64 {
+        let engine = engine.clone();
+        others.spawn(async move {
+            for claims in 0.. {
+                let claimed =
+                    engine.claim(&operation(&format!("{at}-{claims}")), running().fingerprint, &POLICY).await;
+                assert!(matches!(claimed, Ok(Claimed::Execute(_))), "{claimed:?}");
+                if Instant::now() >= until {
+                    return;
+                }
+                sleep(Duration::from_millis(5)).await;
+            }
+        });
+    }
+    others.join_all().await;
+    copies.join_all().await;
+    shop.roll_back(transaction).await;
+}
