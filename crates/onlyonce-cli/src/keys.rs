@@ -496,7 +496,11 @@ fn changed_meanwhile() -> Failure {
 }
 
 fn body(text: Option<&str>) -> Result<Bytes, Failure> {
-    let Some(text) = text else { return Ok(Bytes::new()) };
+    text.map_or_else(|| Ok(Bytes::new()), |text| bytes("--body", text))
+}
+
+/// What a flag says, or the bytes of the file that it names.
+pub(crate) fn bytes(flag: &str, text: &str) -> Result<Bytes, Failure> {
     let Some(path) = text.strip_prefix('@') else { return Ok(Bytes::copy_from_slice(text.as_bytes())) };
     let read = if path == "-" {
         let mut bytes = Vec::new();
@@ -504,7 +508,7 @@ fn body(text: Option<&str>) -> Result<Bytes, Failure> {
     } else {
         std::fs::read(path)
     };
-    read.map(Bytes::from).map_err(|error| Failure::usage(format!("--body {text}: {error}")))
+    read.map(Bytes::from).map_err(|error| Failure::usage(format!("{flag} {text}: {error}")))
 }
 
 pub(crate) fn header(text: &str) -> Result<(HeaderName, HeaderValue), String> {

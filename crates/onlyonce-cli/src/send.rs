@@ -1,10 +1,9 @@
 //! `onlyonce send`: one request from a shell, sent with one key until its outcome is known.
 
-use std::io::{self, Read, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use bytes::Bytes;
 use clap::{ArgGroup, Args};
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use onlyonce_client::{
@@ -14,6 +13,7 @@ use onlyonce_client::{
 use serde_json::{Value, json};
 
 use crate::cli::{FAILED, Failure, USAGE, duration};
+use crate::keys;
 
 /// The exit code where the work may have happened and nobody on this side knows.
 pub const UNSETTLED: u8 = 3;
@@ -34,7 +34,7 @@ pub struct SendArgs {
     #[arg(short, long, value_name = "TEXT or @FILE", conflicts_with = "instead")]
     data: Option<String>,
     /// A header line, such as 'content-type: application/json'; may be repeated
-    #[arg(short = 'H', long, value_name = "NAME: VALUE", value_parser = crate::keys::header)]
+    #[arg(short = 'H', long, value_name = "NAME: VALUE", value_parser = keys::header)]
     header: Vec<(HeaderName, HeaderValue)>,
     /// What is to happen once, such as order-4711. It is written to the journal before anything is sent, and
     /// the same intent again gives the recorded answer
@@ -146,7 +146,7 @@ fn call(args: &SendArgs, client: &Client) -> Result<Call, Failure> {
         call = call.header(name, value.clone());
     }
     if let Some(data) = &args.data {
-        call = call.body(body(data)?);
+        call = call.body(keys::bytes("--data", data)?);
     }
     if let Some(intent) = &args.intent {
         call = call.intent(intent);
@@ -155,17 +155,6 @@ fn call(args: &SendArgs, client: &Client) -> Result<Call, Failure> {
         call = call.key(key.clone());
     }
     Ok(call)
-}
-
-fn body(data: &str) -> Result<Bytes, Failure> {
-    let Some(path) = data.strip_prefix('@') else { return Ok(Bytes::copy_from_slice(data.as_bytes())) };
-    let read = if path == "-" {
-        let mut bytes = Vec::new();
-        io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes)
-    } else {
-        std::fs::read(path)
-    };
-    read.map(Bytes::from).map_err(|error| Failure::usage(format!("--data {data}: {error}")))
 }
 
 fn key(text: &str) -> Result<Key, String> {

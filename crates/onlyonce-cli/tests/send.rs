@@ -320,6 +320,64 @@ fn the_body_comes_from_a_file_or_from_standard_input() {
     assert!(!from_file["body"].is_null(), "{from_file}");
 }
 
+/// `openssl s_server` with a certificate for localhost that nobody has signed.
+struct TlsServer {
+    child: Child,
+    folder: TempDir,
+    url: String,
+}
+
+impl TlsServer {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut openssl = Command::new("openssl");
+        openssl.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]);
+        openssl.args(["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]);
+        openssl.args([
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+        ]);
+        assert_code(&run(in_folder(openssl, &folder)), 0);
+        let addr = support::free_addr();
+        let mut server = Command::new("openssl");
+        server.args(["s_server", "-www", "-quiet", "-key", "key.pem", "-cert", "cert.pem", "-accept"]);
+        server.arg(addr.to_string());
+        let child = start(in_folder(server, &folder));
+        until("the TLS server listens", || std::net::TcpStream::connect(addr).is_ok());
+        Self { child, folder, url: format!("https://localhost:{}/", addr.port()) }
+    }
+}
+
+impl Drop for TlsServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn in_folder(mut command: Command, folder: &TempDir) -> Command {
+    command.current_dir(folder.path());
+    command
+}
+
+#[test]
+fn a_server_is_trusted_as_the_system_says_and_another_is_not_tried_again() {
+    let server = TlsServer::start();
+    let mut trusting = onlyonce();
+    trusting.env("SSL_CERT_FILE", server.folder.path().join("cert.pem")).args(["send", "GET", &server.url]);
+    assert_code(&run(trusting), 0);
+    let mut wary = onlyonce();
+    wary.env_remove("SSL_CERT_FILE").args(["send", "POST", &server.url, "--deadline", "1h"]);
+    let output = run(wary);
+    assert_code(&output, 1);
+    let said = text(&output.stderr);
+    assert!(said.contains("after 1 attempt,") && said.contains("invalid peer certificate"), "{said}");
+}
+
 #[test]
 fn the_journal_is_in_its_owners_state_folder_and_nobody_elses() {
     let upstream = Upstream::start();

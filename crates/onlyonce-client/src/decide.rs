@@ -18,7 +18,7 @@
 //! | 408, 425, 429, 5xx but 501 and 505 | again |
 //! | any other status, an application's 409 and 422 among them | settled |
 //! | no connection, a timeout, an answer lost or cut off | again |
-//! | a request that cannot be sent, an answer too large to keep | given up |
+//! | a request that cannot be sent, a certificate that is not trusted, an answer too large to keep | given up |
 //!
 //! *Again* wants a request that may be [repeated](crate::redirect::repeatable), time and budget.
 
@@ -96,7 +96,7 @@ pub(crate) enum Loss {
     Broken,
     /// The answer is longer than is kept.
     TooLarge,
-    /// The request cannot be sent as it is.
+    /// The request cannot be sent as it is, or not to this server.
     NotSendable,
     /// An inner layer failed in a way that says nothing.
     Foreign,

@@ -72,11 +72,13 @@ pub fn http() -> Result<reqwest::ClientBuilder, BuildError> {
     use rustls_platform_verifier::BuilderVerifierExt;
 
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let tls = rustls::ClientConfig::builder_with_provider(provider)
+    let mut tls = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .and_then(BuilderVerifierExt::with_platform_verifier)
         .map_err(BuildError::Tls)?
         .with_no_client_auth();
+    // reqwest leaves this to whoever brings their own configuration.
+    tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(reqwest::Client::builder().tls_backend_preconfigured(tls))
 }
 

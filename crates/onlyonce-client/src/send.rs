@@ -35,7 +35,7 @@ pub(crate) struct Lost {
 
 impl From<reqwest::Error> for Lost {
     fn from(error: reqwest::Error) -> Self {
-        let loss = if error.is_builder() {
+        let loss = if error.is_builder() || is_untrusted(&error) {
             Loss::NotSendable
         } else if error.is_connect() {
             Loss::NotConnected
@@ -45,6 +45,23 @@ impl From<reqwest::Error> for Lost {
             Loss::Broken
         };
         Self { loss, source: Some(error.into()) }
+    }
+}
+
+/// Whether the server's certificate was refused: nothing was sent, and waiting makes nobody trustworthy.
+fn is_untrusted(error: &reqwest::Error) -> bool {
+    std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |error| beneath(*error))
+        .filter_map(|error| error.downcast_ref())
+        .any(|error| matches!(error, rustls::Error::InvalidCertificate(_)))
+}
+
+/// What lies behind an error. An I/O error names as its source that of what it holds, and skips it.
+fn beneath<'a>(
+    error: &'a (dyn std::error::Error + 'static),
+) -> Option<&'a (dyn std::error::Error + 'static)> {
+    match error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref) {
+        Some(held) => Some(held),
+        None => error.source(),
     }
 }
 
