@@ -137,7 +137,7 @@ fn two_hosts_with_clocks_minutes_apart_run_the_month_once() {
     let hosts: Vec<_> = ["00:00:00", "00:00:02", "00:02:40", "00:04:59"]
         .map(|clock| {
             let words =
-                format!("--job billing --every month --tz Europe/Berlin --at 2026-07-01T{clock}+02:00");
+                format!("--job billing --every month --tz Europe/Berlin --at 2024-07-01T{clock}+02:00");
             Started::new(place.job(&words, &format!("{NOTE}; sleep 1")))
         })
         .into_iter()
@@ -148,27 +148,27 @@ fn two_hosts_with_clocks_minutes_apart_run_the_month_once() {
     }
     // And one that comes when everything is over.
     let late =
-        run(place.job("--job billing --every month --tz Europe/Berlin --at 2026-07-01T00:30:00+02:00", NOTE));
+        run(place.job("--job billing --every month --tz Europe/Berlin --at 2024-07-01T00:30:00+02:00", NOTE));
     let said = ends_with(&late, 0);
-    assert!(said.contains("billing:2026-07 was done at 20") && said.contains("nothing to do"), "{said}");
-    assert_eq!(place.notes(), ["2026-07 1"]);
+    assert!(said.contains("billing:2024-07 was done at 20") && said.contains("nothing to do"), "{said}");
+    assert_eq!(place.notes(), ["2024-07 1"]);
 }
 
 /// good_job PR 1543, node-cron #180: a timer fired seconds early and took the period before.
 #[test]
 fn a_timer_that_fires_five_seconds_early_takes_the_right_period() {
     let place = Place::sqlite();
-    for at in ["2026-05-31T23:59:55+02:00", "2026-06-30T23:59:55+02:00", "2026-07-01T00:00:05+02:00"] {
+    for at in ["2024-05-31T23:59:55+02:00", "2024-06-30T23:59:55+02:00", "2024-07-01T00:00:05+02:00"] {
         ends_with(&run(place.job(&format!("--job b --every month --tz Europe/Berlin --at {at}"), NOTE)), 0);
     }
-    assert_eq!(place.notes(), ["2026-06 1", "2026-07 1"]);
+    assert_eq!(place.notes(), ["2024-06 1", "2024-07 1"]);
 }
 
 #[test]
 fn input_output_and_exit_status_are_the_commands_own() {
     let place = Place::sqlite();
     let script = "cat; echo to-stderr >&2; echo \"$ONLYONCE_KEY|$ONLYONCE_PERIOD|$ONLYONCE_ATTEMPT\"; exit 7";
-    let mut command = place.job("--job a/b --every day --tz UTC --at 2026-07-14T12:00:00Z", script);
+    let mut command = place.job("--job a/b --every day --tz UTC --at 2024-07-14T12:00:00Z", script);
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let bytes: Vec<u8> = (0..=255).cycle().take(200_000).collect();
@@ -178,11 +178,11 @@ fn input_output_and_exit_status_are_the_commands_own() {
     writer.join().unwrap();
     assert_eq!(output.status.code(), Some(7));
     let rest = output.stdout.strip_prefix(&bytes[..]).expect("standard input came back");
-    assert_eq!(rest, b"a/b:2026-07-14|2026-07-14|1\n");
+    assert_eq!(rest, b"a/b:2024-07-14|2024-07-14|1\n");
     let said = text(&output.stderr);
     assert_eq!(
         said,
-        "to-stderr\nonlyonce: a/b:2026-07-14 failed with exit status 7; the next start runs it again\n"
+        "to-stderr\nonlyonce: a/b:2024-07-14 failed with exit status 7; the next start runs it again\n"
     );
 }
 
@@ -196,13 +196,13 @@ fn a_run_that_went_well_says_nothing_of_its_own() {
 #[test]
 fn a_rerun_by_hand_of_a_done_period_does_nothing_and_says_when_it_was_done() {
     let place = Place::sqlite();
-    let words = "--job billing --every month --tz UTC --period 2026-06";
+    let words = "--job billing --every month --tz UTC --period 2024-06";
     ends_with(&run(place.job(words, NOTE)), 0);
     let again = run(place.job(words, NOTE));
     let said = ends_with(&again, 0);
     let row = &place.listed("--job billing")[0];
     let (at, host) = (row["completed_at"].as_str().unwrap(), row["host"].as_str().unwrap());
-    assert!(said.contains(&format!("billing:2026-06 was done at {at} by ")), "{said}");
+    assert!(said.contains(&format!("billing:2024-06 was done at {at} by ")), "{said}");
     assert!(
         said.contains(&format!(" on {host} in 0.")) && said.contains("exit status 0; nothing to do"),
         "{said}"
@@ -213,23 +213,23 @@ fn a_rerun_by_hand_of_a_done_period_does_nothing_and_says_when_it_was_done() {
         serde_json::from_slice(&run(place.job(&format!("{words} --json"), NOTE)).stderr).unwrap();
     assert_eq!(
         (&json["result"], &json["period"], &json["exit_status"], &json["completed_at"]),
-        (&"done_before".into(), &"2026-06".into(), &0.into(), &at.into())
+        (&"done_before".into(), &"2024-06".into(), &0.into(), &at.into())
     );
-    assert_eq!(place.notes(), ["2026-06 1"]);
+    assert_eq!(place.notes(), ["2024-06 1"]);
 }
 
 #[test]
 fn a_failed_run_is_run_again_and_a_kept_failure_is_not() {
     let place = Place::sqlite();
     let failing = format!("{NOTE}; exit 3");
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z";
     ends_with(&run(place.job(words, &failing)), 3);
     assert_eq!(place.listed("").len(), 0);
     ends_with(&run(place.job(words, NOTE)), 0);
     ends_with(&run(place.job(words, NOTE)), 0);
     assert_eq!(place.notes().len(), 2);
 
-    let words = "--job b --every day --tz UTC --at 2026-07-14T12:00:00Z --keep-failure";
+    let words = "--job b --every day --tz UTC --at 2024-07-14T12:00:00Z --keep-failure";
     ends_with(&run(place.job(words, &failing)), 3);
     let said = ends_with(&run(place.job(words, &failing)), 3);
     assert!(said.contains("was done at") && said.contains("exit status 3"), "{said}");
@@ -272,7 +272,7 @@ fn a_killed_guard_takes_its_command_along_long_before_the_lease_ends() {
 #[test]
 fn the_next_start_after_the_lease_takes_over_from_a_killed_guard() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 10s --busy-exit 75";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 10s --busy-exit 75";
     let mut guard = Started::new(place.job(words, "echo began >> $NOTES; sleep 60"));
     until("it has begun", || !place.notes().is_empty());
     guard.signal(Signal::KILL);
@@ -284,14 +284,14 @@ fn the_next_start_after_the_lease_takes_over_from_a_killed_guard() {
         code == Some(0)
     });
     assert!(refusals > 0, "until then it was refused");
-    assert_eq!(place.notes(), ["began", "2026-07-14 2"]);
+    assert_eq!(place.notes(), ["began", "2024-07-14 2"]);
     assert_eq!(place.listed("")[0]["attempt"], 2);
 }
 
 #[test]
 fn a_run_longer_than_its_lease_keeps_it() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 4s";
     let started = Instant::now();
     let mut guard = Started::new(place.job(words, &format!("echo began >> $NOTES; sleep 10; {NOTE}")));
     until("it has begun", || !place.notes().is_empty());
@@ -300,14 +300,14 @@ fn a_run_longer_than_its_lease_keeps_it() {
         thread::sleep(millis(300));
     }
     assert_eq!(guard.ended().0, Some(0));
-    assert_eq!(place.notes(), ["began", "2026-07-14 1"]);
+    assert_eq!(place.notes(), ["began", "2024-07-14 1"]);
     assert_eq!(place.listed("")[0]["attempt"], 1);
 }
 
 #[test]
 fn a_stalled_guard_that_wakes_after_another_took_over_cannot_mark_the_period_done() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 6s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 6s";
     let mut stalled = Started::new(place.job(words, "echo began >> $NOTES; sleep 1; echo ended >> $NOTES"));
     until("it has begun", || !place.notes().is_empty());
     stalled.signal(Signal::STOP);
@@ -327,7 +327,7 @@ fn a_stalled_guard_that_wakes_after_another_took_over_cannot_mark_the_period_don
 #[test]
 fn the_command_of_a_stalled_guard_is_stopped_before_another_may_start() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 4s";
     let mut stalled = Started::new(place.job(words, STUBBORN));
     until("both run", || noted(&place, "command").is_some() && noted(&place, "grandchild").is_some());
     stalled.signal(Signal::STOP);
@@ -342,7 +342,7 @@ fn the_command_of_a_stalled_guard_is_stopped_before_another_may_start() {
     });
     let notes = place.notes();
     assert!(!notes.iter().any(|note| note.starts_with("alive")), "{notes:?}");
-    assert_eq!(notes.last().unwrap(), "2026-07-14 2");
+    assert_eq!(notes.last().unwrap(), "2024-07-14 2");
     stalled.signal(Signal::CONT);
     assert_eq!(stalled.ended().0, Some(125));
 }
@@ -350,7 +350,7 @@ fn the_command_of_a_stalled_guard_is_stopped_before_another_may_start() {
 #[test]
 fn a_killed_keeper_leaves_no_command_behind() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z";
     let mut guard = Started::new(place.job(words, &format!("echo keeper $PPID >> $NOTES; {STUBBORN}")));
     until("both run", || noted(&place, "command").is_some() && noted(&place, "grandchild").is_some());
     kill_process(pid(noted(&place, "keeper").unwrap()), Signal::KILL).unwrap();
@@ -365,7 +365,7 @@ fn a_killed_keeper_leaves_no_command_behind() {
 fn a_slow_run_and_the_next_period() {
     let place = Place::sqlite();
     let words = |at: &str, overlap: &str| {
-        format!("--job a --tz UTC --at 2026-07-14T{at}:00Z --overlap {overlap} --busy-exit 75")
+        format!("--job a --tz UTC --at 2024-07-14T{at}:00Z --overlap {overlap} --busy-exit 75")
     };
     let slow =
         "echo slow >> $NOTES; while [ ! -e $NOTES.go ]; do sleep 0.05; done; echo slow ended >> $NOTES";
@@ -374,7 +374,7 @@ fn a_slow_run_and_the_next_period() {
     let skipped = run(place.cron_job("0 * * * *", &words("02:00", "skip"), NOTE));
     let said = ends_with(&skipped, 75);
     assert!(
-        said.contains("another period of a is running") && said.contains("2026-07-14T02:00 is not run"),
+        said.contains("another period of a is running") && said.contains("2024-07-14T02:00 is not run"),
         "{said}"
     );
     let gave_up = run(place.cron_job("0 * * * *", &(words("02:00", "wait") + " --wait 300ms"), NOTE));
@@ -382,22 +382,22 @@ fn a_slow_run_and_the_next_period() {
     ends_with(&run(place.cron_job("0 * * * *", &words("03:00", "allow"), NOTE)), 0);
     let mut waiting = Started::new(place.cron_job("0 * * * *", &words("04:00", "wait"), NOTE));
     assert!(!happens_within(millis(700), || waiting.0.try_wait().unwrap().is_some()));
-    assert_eq!(place.notes(), ["slow", "2026-07-14T03:00 1"]);
+    assert_eq!(place.notes(), ["slow", "2024-07-14T03:00 1"]);
     std::fs::write(place.folder.path().join("notes.go"), "").unwrap();
     assert_eq!(first.ended().0, Some(0));
     assert_eq!(waiting.ended().0, Some(0));
-    assert_eq!(place.notes(), ["slow", "2026-07-14T03:00 1", "slow ended", "2026-07-14T04:00 1"]);
+    assert_eq!(place.notes(), ["slow", "2024-07-14T03:00 1", "slow ended", "2024-07-14T04:00 1"]);
     // What was left out can be run later, and another job never waits.
     ends_with(&run(place.cron_job("0 * * * *", &words("02:00", "skip"), NOTE)), 0);
     let states: Vec<_> = place
-        .listed("--job a --since 2026-07-14T00:00:00Z --limit 0")
+        .listed("--job a --since 2024-07-14T00:00:00Z --limit 0")
         .iter()
         .take(5)
         .map(|row| (row["period"].clone(), row["state"].clone()))
         .collect();
     let expected =
         [("00:00", "missing"), ("01:00", "done"), ("02:00", "done"), ("03:00", "done"), ("04:00", "done")];
-    assert_eq!(states, expected.map(|(at, state)| (format!("2026-07-14T{at}").into(), state.into())));
+    assert_eq!(states, expected.map(|(at, state)| (format!("2024-07-14T{at}").into(), state.into())));
 }
 
 #[test]
@@ -423,11 +423,11 @@ fn wrong_usage_is_refused_with_what_is_allowed() {
         ("--job a --every fortnight", "hour, day, week, month, quarter, year or a cron expression"),
         ("--job a --every month --tz Mars/Olympus", "Europe/Berlin"),
         ("--job a:b --every month", "letters, digits and . _ - /"),
-        ("--job a --every month --tz UTC --period 2026-13", "one is written 2026-07"),
+        ("--job a --every month --tz UTC --period 2024-13", "one is written 2026-07"),
         ("--job a --every month --tz UTC --period 2199-01", "begins at 2199-01-01T00:00:00Z only"),
         ("--job a --every month --at yesterday", "2026-07-01T00:00:00Z"),
         ("--job a --every month --lease 10ms", "--lease must be from 1s"),
-        ("--job a --every month --period 2026-06 --catch-up 3", "cannot be used with"),
+        ("--job a --every month --period 2024-06 --catch-up 3", "cannot be used with"),
     ] {
         let said = ends_with(&run(place.job(words, NOTE)), 2);
         assert!(said.contains(says), "{said}");
@@ -443,61 +443,61 @@ fn wrong_usage_is_refused_with_what_is_allowed() {
 #[test]
 fn another_zone_for_a_period_that_was_run_is_refused() {
     let place = Place::sqlite();
-    ends_with(&run(place.job("--job a --every month --tz Europe/Berlin --period 2026-06", NOTE)), 0);
-    let said = ends_with(&run(place.job("--job a --every month --tz UTC --period 2026-06", NOTE)), 2);
+    ends_with(&run(place.job("--job a --every month --tz Europe/Berlin --period 2024-06", NOTE)), 0);
+    let said = ends_with(&run(place.job("--job a --every month --tz UTC --period 2024-06", NOTE)), 2);
     assert!(said.contains("another --tz"), "{said}");
-    ends_with(&run(place.job("--job a --every month --tz UTC --period 2026-07", NOTE)), 0);
-    assert_eq!(place.notes(), ["2026-06 1", "2026-07 1"]);
+    ends_with(&run(place.job("--job a --every month --tz UTC --period 2024-07", NOTE)), 0);
+    assert_eq!(place.notes(), ["2024-06 1", "2024-07 1"]);
 }
 
 #[test]
 fn a_run_of_unknown_end_is_left_to_a_person_under_hold() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 3s --on-lapse hold";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 3s --on-lapse hold";
     let mut guard = Started::new(place.job(words, "echo began >> $NOTES; sleep 60"));
     until("it has begun", || !place.notes().is_empty());
     guard.signal(Signal::KILL);
     guard.0.wait().unwrap();
     until("the lease is over", || place.listed("")[0]["state"] == "lapsed");
     let said = ends_with(&run(place.job(words, NOTE)), 125);
-    assert!(said.contains("went silent") && said.contains("onlyonce runs release a 2026-07-14"), "{said}");
-    ends_with(&place.runs("release a 2026-07-14"), 0);
+    assert!(said.contains("went silent") && said.contains("onlyonce runs release a 2024-07-14"), "{said}");
+    ends_with(&place.runs("release a 2024-07-14"), 0);
     ends_with(&run(place.job(words, NOTE)), 0);
-    assert_eq!(place.notes(), ["began", "2026-07-14 1"]);
+    assert_eq!(place.notes(), ["began", "2024-07-14 1"]);
 }
 
 #[test]
 fn missed_periods_are_run_in_order_and_up_to_the_first_failure() {
     let place = Place::sqlite();
-    let at = |day: u32| format!("--job a --every day --tz UTC --at 2026-07-{day}T12:00:00Z");
+    let at = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z");
     ends_with(&run(place.job(&format!("{} --catch-up 5", at(10)), NOTE)), 0);
-    assert_eq!(place.notes(), ["2026-07-10 1"], "a job's first run has missed nothing");
+    assert_eq!(place.notes(), ["2024-07-10 1"], "a job's first run has missed nothing");
     ends_with(&run(place.job(&at(12), NOTE)), 0);
-    let failing = format!("{NOTE}; [ $ONLYONCE_PERIOD != 2026-07-14 ]");
+    let failing = format!("{NOTE}; [ $ONLYONCE_PERIOD != 2024-07-14 ]");
     let said = ends_with(&run(place.job(&format!("{} --catch-up 3", at(16)), &failing)), 1);
     assert!(said.contains("1 older periods of a were missed as well"), "{said}");
-    assert_eq!(place.notes()[2..], ["2026-07-13 1", "2026-07-14 1"]);
+    assert_eq!(place.notes()[2..], ["2024-07-13 1", "2024-07-14 1"]);
     ends_with(&run(place.job(&format!("{} --catch-up 9", at(16)), NOTE)), 0);
-    assert_eq!(place.notes()[4..], ["2026-07-11 1", "2026-07-14 1", "2026-07-15 1", "2026-07-16 1"]);
+    assert_eq!(place.notes()[4..], ["2024-07-11 1", "2024-07-14 1", "2024-07-15 1", "2024-07-16 1"]);
 }
 
 /// kubernetes #42649: after a hundred missed runs a job never started again.
 #[test]
 fn a_job_that_missed_hundreds_of_runs_starts_again() {
     let place = Place::sqlite();
-    ends_with(&run(place.cron_job("* * * * *", "--job a --tz UTC --at 2026-07-14T00:00:00Z", NOTE)), 0);
+    ends_with(&run(place.cron_job("* * * * *", "--job a --tz UTC --at 2024-07-14T00:00:00Z", NOTE)), 0);
     ends_with(
-        &run(place.cron_job("* * * * *", "--job a --tz UTC --at 2026-07-14T12:00:00Z --catch-up 2", NOTE)),
+        &run(place.cron_job("* * * * *", "--job a --tz UTC --at 2024-07-14T12:00:00Z --catch-up 2", NOTE)),
         0,
     );
-    assert_eq!(place.notes()[1..], ["2026-07-14T11:58 1", "2026-07-14T11:59 1", "2026-07-14T12:00 1"]);
+    assert_eq!(place.notes()[1..], ["2024-07-14T11:58 1", "2024-07-14T11:59 1", "2024-07-14T12:00 1"]);
 }
 
 /// kubernetes #121594: a daily job of 02:00 ran twice when the clock went back.
 #[test]
 fn the_repeated_hour_runs_a_daily_job_once_and_an_hourly_one_twice() {
     let place = Place::sqlite();
-    for at in ["2026-10-25T02:00:00+02:00", "2026-10-25T02:00:00+01:00"] {
+    for at in ["2024-10-27T02:00:00+02:00", "2024-10-27T02:00:00+01:00"] {
         let words = format!("--job daily --tz Europe/Berlin --at {at}");
         ends_with(&run(place.cron_job("0 2 * * *", &words, NOTE)), 0);
         ends_with(
@@ -505,14 +505,14 @@ fn the_repeated_hour_runs_a_daily_job_once_and_an_hourly_one_twice() {
             0,
         );
     }
-    assert_eq!(place.notes(), ["2026-10-25T02:00 1", "2026-10-25T02+02:00 1", "2026-10-25T02+01:00 1"]);
+    assert_eq!(place.notes(), ["2024-10-27T02:00 1", "2024-10-27T02+02:00 1", "2024-10-27T02+01:00 1"]);
 }
 
 #[test]
 fn kubernetes_names_its_jobs_after_the_scheduled_minute() {
     let place = Place::sqlite();
-    ends_with(&run(place.job("--job a --every day --tz UTC --at billing-29733840", NOTE)), 0);
-    assert_eq!(place.notes(), ["2026-07-14 1"]);
+    ends_with(&run(place.job("--job a --every day --tz UTC --at billing-28682640", NOTE)), 0);
+    assert_eq!(place.notes(), ["2024-07-14 1"]);
     let said = ends_with(&run(place.job("--job a --every day --tz UTC --at billing-manual-1", NOTE)), 2);
     assert!(said.contains("Job that a CronJob started"), "{said}");
 }
@@ -547,7 +547,7 @@ fn signals_reach_the_command_and_its_end_is_the_guards() {
 #[test]
 fn a_guard_that_is_told_to_end_keeps_the_lease_until_its_command_has_ended() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 4s";
     let script = "trap 'echo told >> $NOTES; sleep 6; echo ended >> $NOTES; exit 0' TERM
         echo ready >> $NOTES; while :; do sleep 0.05; done";
     let mut guard = Started::new(place.job(words, script));
@@ -582,7 +582,7 @@ fn a_signal_that_was_ignored_from_the_start_stays_ignored() {
 #[test]
 fn a_start_that_is_told_to_end_while_it_waits_leaves_the_period_free() {
     let place = Place::sqlite();
-    let words = |day: u32| format!("--job a --every day --tz UTC --at 2026-07-{day}T12:00:00Z");
+    let words = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z");
     let _slow = Started::new(place.job(&words(14), "echo slow >> $NOTES; sleep 60"));
     until("the slow one runs", || place.notes() == ["slow"]);
     let mut waiting = Started::new(place.job(&words(15), NOTE));
@@ -626,7 +626,7 @@ fn on_a_terminal_the_command_is_interrupted_once_and_can_read() {
 fn a_store_that_stays_away_ends_the_command_when_the_lease_does() {
     let server = Postgres::start("");
     let place = Place { folder: tempfile::tempdir().unwrap(), store: server.url(&server.database()) };
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 4s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 4s";
     let mut guard = Started::new(place.job(words, "echo command $$ >> $NOTES; exec sleep 60"));
     until("it runs", || noted(&place, "command").is_some());
     server.crash();
@@ -637,14 +637,14 @@ fn a_store_that_stays_away_ends_the_command_when_the_lease_does() {
     until("the next start takes over", || {
         run(place.job(&format!("{words} --busy-exit 75"), NOTE)).status.code() == Some(0)
     });
-    assert_eq!(place.notes().last().unwrap(), "2026-07-14 2");
+    assert_eq!(place.notes().last().unwrap(), "2024-07-14 2");
 }
 
 #[test]
 fn a_store_that_is_away_for_less_than_the_lease_costs_nothing() {
     let server = Postgres::start("");
     let place = Place { folder: tempfile::tempdir().unwrap(), store: server.url(&server.database()) };
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 30s";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 30s";
     let mut guard =
         Started::new(place.job(words, &format!("{NOTE}; while [ ! -e $NOTES.go ]; do sleep 0.05; done")));
     until("it runs", || place.notes().len() == 1);
@@ -671,7 +671,7 @@ fn a_store_that_is_away_from_the_start_runs_nothing() {
 #[test]
 fn runs_are_listed_shown_and_released() {
     let place = Place::sqlite();
-    for month in ["2026-03", "2026-05"] {
+    for month in ["2024-03", "2024-05"] {
         let words = format!("--job billing --every month --tz Europe/Berlin --period {month}");
         ends_with(&run(place.job(&words, "sleep 0.1")), 0);
     }
@@ -681,38 +681,38 @@ fn runs_are_listed_shown_and_released() {
         .take(3)
         .map(|row| (row["period"].as_str().unwrap(), row["state"].as_str().unwrap()))
         .collect();
-    assert_eq!(states, [("2026-03", "done"), ("2026-04", "missing"), ("2026-05", "done")]);
+    assert_eq!(states, [("2024-03", "done"), ("2024-04", "missing"), ("2024-05", "done")]);
     assert_eq!(rows.last().unwrap()["state"], "due");
     let row = &rows[0];
     assert!(row["duration_ms"].as_u64().unwrap() >= 100, "{row}");
     assert_eq!((&row["exit_status"], &row["attempt"]), (&0.into(), &1.into()));
-    assert_eq!(row["scheduled_at"], "2026-02-28T23:00:00Z");
+    assert_eq!(row["scheduled_at"], "2024-02-29T23:00:00Z");
     for member in ["host", "user", "pid", "started_at", "completed_at", "expires_at", "every", "zone"] {
         assert!(!row[member].is_null(), "{member}: {row}");
     }
     let since =
-        place.listed("--job billing --every month --tz Europe/Berlin --since 2026-01-01T00:00:00Z --missing");
+        place.listed("--job billing --every month --tz Europe/Berlin --since 2024-01-01T00:00:00Z --missing");
     let missing: Vec<_> = since.iter().take(3).map(|row| row["period"].as_str().unwrap()).collect();
-    assert_eq!(missing, ["2026-02", "2026-04", "2026-06"]);
+    assert_eq!(missing, ["2024-02", "2024-04", "2024-06"]);
     let table = text(&place.runs("list").stdout);
-    assert!(table.starts_with("STATE") && table.contains("missing  billing  2026-04"), "{table}");
+    assert!(table.starts_with("STATE") && table.contains("missing  billing  2024-04"), "{table}");
 
-    let shown = text(&place.runs("show billing 2026-03").stdout);
+    let shown = text(&place.runs("show billing 2024-03").stdout);
     assert!(shown.contains("exit_status   0") && shown.contains("zone          Europe/Berlin"), "{shown}");
-    assert!(ends_with(&place.runs("show billing 2026-04"), 1).contains("no such run: billing:2026-04"));
-    ends_with(&place.runs("release billing 2026-03"), 0);
-    ends_with(&place.runs("release billing 2026-03"), 1);
-    assert_eq!(place.listed("--job billing")[0]["period"], "2026-05");
+    assert!(ends_with(&place.runs("show billing 2024-04"), 1).contains("no such run: billing:2024-04"));
+    ends_with(&place.runs("release billing 2024-03"), 0);
+    ends_with(&place.runs("release billing 2024-03"), 1);
+    assert_eq!(place.listed("--job billing")[0]["period"], "2024-05");
 }
 
 #[test]
 fn a_running_run_is_released_by_force_only() {
     let place = Place::sqlite();
-    let words = "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 3s --overlap allow";
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 3s --overlap allow";
     let mut guard = Started::new(place.job(words, "echo command $$ >> $NOTES; exec sleep 60"));
     until("it runs", || noted(&place, "command").is_some());
-    assert!(ends_with(&place.runs("release a 2026-07-14"), 2).contains("--force"));
-    ends_with(&place.runs("release a 2026-07-14 --force"), 0);
+    assert!(ends_with(&place.runs("release a 2024-07-14"), 2).contains("--force"));
+    ends_with(&place.runs("release a 2024-07-14 --force"), 0);
     // At the next renewal the guard finds its lease gone, and stops the command.
     let (code, said) = guard.ended();
     assert_eq!(code, Some(125), "{said}");
@@ -723,12 +723,12 @@ fn a_running_run_is_released_by_force_only() {
 fn without_a_zone_it_is_the_machines() {
     let place = Place::sqlite();
     let start = |zone: &str| {
-        let mut command = place.job("--job a --every month --at 2026-07-01T03:59:00Z", NOTE);
+        let mut command = place.job("--job a --every month --at 2024-07-01T03:59:00Z", NOTE);
         command.env("TZ", zone);
         run(command)
     };
     ends_with(&start("America/New_York"), 0);
-    assert_eq!(place.notes(), ["2026-06 1"]);
+    assert_eq!(place.notes(), ["2024-06 1"]);
     // One that has no name cannot be told from another.
     assert!(ends_with(&start("CET-1CEST"), 2).contains("--tz is needed"));
 }
@@ -749,7 +749,7 @@ fn zones_are_known_where_the_system_has_none() {
 fn whatever_is_killed_no_two_commands_run_at_once_and_one_ends() {
     let place = Place::sqlite();
     let words =
-        "--job a --every day --tz UTC --at 2026-07-14T12:00:00Z --lease 3s --grace 100ms --busy-exit 75";
+        "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --lease 3s --grace 100ms --busy-exit 75";
     // Each looks for another one that is alive.
     let script = "for f in $NOTES.pid.*; do
             [ -e $f ] || continue
@@ -805,9 +805,9 @@ fn the_documented_lines_work() {
     let (_, manifest) = page.split_once("command: ").expect("a manifest");
     let command = &manifest[..manifest.find(']').unwrap() + 1];
     let mut words: Vec<String> = serde_json::from_str(command).unwrap();
-    words.iter_mut().for_each(|word| *word = word.replace("$(JOB_NAME)", "billing-29679960"));
+    words.iter_mut().for_each(|word| *word = word.replace("$(JOB_NAME)", "billing-28628760"));
     *words.last_mut().unwrap() = "/bin/true".into();
     start(words);
     let rows = place.listed("--job billing");
-    assert_eq!((&rows[0]["period"], &rows[0]["state"]), (&"2026-06".into(), &"done".into()));
+    assert_eq!((&rows[0]["period"], &rows[0]["state"]), (&"2024-06".into(), &"done".into()));
 }
