@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
@@ -14,7 +14,7 @@ use onlyonce_testkit::Postgres;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use support::{happens_within, millis, onlyonce, run, text, until};
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
 
 /// A store, and a file in which commands note what they did.
 struct Place {
@@ -78,13 +78,15 @@ impl Place {
 
 const NOTE: &str = "echo $ONLYONCE_PERIOD $ONLYONCE_ATTEMPT >> $NOTES";
 
-/// Starts it, and ends it with the test.
-struct Started(Child);
+/// Runs beside the test, and ends with it. What it says goes to a file: a pipe would be held open by whatever it leaves
+/// behind.
+struct Started(Child, NamedTempFile);
 
 impl Started {
     fn new(mut command: Command) -> Self {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        Self(command.spawn().unwrap())
+        let said = NamedTempFile::new().unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said.reopen().unwrap());
+        Self(command.spawn().unwrap(), said)
     }
 
     fn signal(&self, signal: Signal) {
@@ -95,8 +97,7 @@ impl Started {
     #[track_caller]
     fn ended(&mut self) -> (Option<i32>, String) {
         until("the guard ends", || self.0.try_wait().unwrap().is_some());
-        let mut said = String::new();
-        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        let said = std::fs::read_to_string(self.1.path()).unwrap();
         (self.0.wait().unwrap().code(), said)
     }
 }
