@@ -30,6 +30,41 @@
 //! - [`InboxConfig::retention`] must exceed the time in which a message can come again. Where the broker tells that time,
 //!   a shorter retention is refused.
 //! - A message in the dead-letter queue is remembered as failed. Before it is sent again: `onlyonce inbox release ID`.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use onlyonce_consumer::rabbitmq::RabbitMq;
+//! use onlyonce_consumer::{Consumer, MessageId, NotDone, Settings};
+//! use onlyonce_postgres::PostgresStore;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let pool = sqlx::PgPool::connect("postgres://localhost/shop").await?;
+//! let store = PostgresStore::open(&"postgres://localhost/shop".parse()?).await?.transactions(&pool).await?;
+//! let orders = RabbitMq::new("amqp://localhost", "orders")?;
+//! let settings = Settings { message_id: MessageId::header("order-id"), ..Settings::default() };
+//! let stop = async { drop(tokio::signal::ctrl_c().await) };
+//!
+//! let consumer = Consumer::new(orders, store, "billing", settings)?;
+//! consumer
+//!     .run_fn(stop, |tx, message| {
+//!         Box::pin(async move {
+//!             // A payload that is no number can never be processed: it is dead-lettered, with this as the reason.
+//!             let amount: i64 = message.json()?;
+//!             if amount < 0 {
+//!                 return Err(NotDone::failed("the amount is negative"));
+//!             }
+//!             // Any other error has the message rolled back, and delivered again later.
+//!             let insert = sqlx::query("INSERT INTO payments (id, amount) VALUES ($1, $2)");
+//!             insert.bind(message.id()).bind(amount).execute(&mut **tx).await?;
+//!             // Committed with the record that the message is done, and acknowledged after that.
+//!             Ok(())
+//!         })
+//!     })
+//!     .await?;
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod broker;
 mod handler;
