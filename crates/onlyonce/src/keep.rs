@@ -88,7 +88,12 @@ impl KeepRules {
         if headers.get(REFUSED).is_some_and(|code| passing.iter().any(|passing| code == passing.as_str())) {
             return Disposition::Release;
         }
-        self.of(grpc_status(headers).unwrap_or(status))
+        self.of(grpc_status(headers, headers).unwrap_or(status))
+    }
+
+    /// The same at the end of an answer whose head says to keep it: a gRPC stream says there how it ended.
+    pub(crate) fn of_end(&self, headers: &HeaderMap, trailers: &HeaderMap) -> Disposition {
+        grpc_status(headers, trailers).map_or(Disposition::Keep, |status| self.of(status))
     }
 
     /// What becomes of a key that was answered with this status.
@@ -104,11 +109,12 @@ impl KeepRules {
     }
 }
 
-/// The status of a gRPC answer that has no more than a head, as HTTP would say it: by the comments of
-/// `google/rpc/code.proto`, except that a cancelled call says nothing about its work.
-fn grpc_status(headers: &HeaderMap) -> Option<StatusCode> {
+/// The status of a gRPC answer, which stands in its trailers or, if it has no more than a head, in that; as HTTP
+/// would say it: by the comments of `google/rpc/code.proto`, except that a cancelled call says nothing about its
+/// work.
+fn grpc_status(headers: &HeaderMap, said_in: &HeaderMap) -> Option<StatusCode> {
     let is_grpc = headers.get(CONTENT_TYPE)?.as_bytes().starts_with(b"application/grpc");
-    let status = match headers.get("grpc-status").filter(|_| is_grpc)?.as_bytes() {
+    let status = match said_in.get("grpc-status").filter(|_| is_grpc)?.as_bytes() {
         b"0" => StatusCode::OK,
         b"1" | b"4" => StatusCode::GATEWAY_TIMEOUT,
         b"3" | b"9" | b"11" => StatusCode::BAD_REQUEST,

@@ -114,7 +114,8 @@
 //!   [`OnlyonceLayer::drained`] does.
 //! - Expired records are removed by the layer itself; see [`Builder::sweep_every`].
 //! - A gRPC call that failed at once is judged by its own status, as if it were the HTTP status for it. A stream that
-//!   fails later is recorded as it is. The layer's own refusals have HTTP statuses, which a gRPC client maps to its own.
+//!   fails later is recorded as it is, except in the transactional form, which rolls it back. The layer's own
+//!   refusals have HTTP statuses, which a gRPC client maps to its own.
 //! - A holder that stalls for longer than its lease and then wakes can still act on the outside world,
 //!   although its record is refused. Give such an act [a key of its own](Execution::downstream).
 //!

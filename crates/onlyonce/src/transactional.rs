@@ -50,7 +50,7 @@
 //! the pool is in use; a handler that waits for somebody else's service keeps locks meanwhile. Nothing of an
 //! answer is sent before the commit: a stream of events has no place here. An answer over
 //! [`Settings::response_body_bytes_max`] is not recorded; the mark that the work was done is, before the
-//! first byte is sent.
+//! first byte is sent. One whose body still has the transaction then is not committed.
 //!
 //! Nobody sees a key that an open transaction has claimed. An [`OnlyonceLayer`](crate::OnlyonceLayer) that is asked
 //! for it, on an instance that has not been deployed anew for example, waits at its row for a moment, holds up

@@ -92,6 +92,8 @@ enum Work<ResB, E> {
     /// An answer that is not kept.
     Passed(Response<ResB>),
     Failed(Failure),
+    /// One whose end says that it is not kept.
+    Spoiled(Answer<ResB>),
     /// The body of an answer worth keeping broke off.
     Cut(BoxError),
     Error(E),
@@ -310,7 +312,7 @@ impl<T: Transactional> Job<T> {
         ended.unwrap_or_else(Work::Panic)
     }
 
-    /// Decides by the head of the answer.
+    /// Decides by the head of the answer, and by its end.
     async fn answered<ResB, E>(&self, mut response: Response<ResB>) -> Work<ResB, E>
     where
         ResB: Body<Data = Bytes>,
@@ -322,7 +324,13 @@ impl<T: Transactional> Job<T> {
         let disposition = self.settings.keep.of_head(response.status(), response.headers());
         headers::remove_ours(response.headers_mut());
         match disposition {
-            Disposition::Keep => gather(response, &self.settings).await.map_or_else(Work::Cut, Work::Kept),
+            Disposition::Keep => match gather(response, &self.settings).await {
+                Err(error) => Work::Cut(error),
+                Ok(answer) => match self.settings.keep.of_end(&answer.head.headers, &answer.trailers) {
+                    Disposition::Keep => Work::Kept(answer),
+                    Disposition::Release | Disposition::Unknown => Work::Spoiled(answer),
+                },
+            },
             Disposition::Release | Disposition::Unknown => Work::Passed(response),
         }
     }
@@ -338,6 +346,10 @@ impl<T: Transactional> Job<T> {
             Work::Passed(response) => {
                 let idle_timeout = self.settings.idle_timeout;
                 self.send(reply, response.map(|body| ResponseBody::limited(body, idle_timeout)));
+                return Run::Over;
+            }
+            Work::Spoiled(answer) => {
+                self.pass(answer, reply);
                 return Run::Over;
             }
             Work::Error(error) => {
@@ -491,7 +503,7 @@ impl<T: Transactional> Job<T> {
         }
     }
 
-    /// Lets the caller have the committed answer.
+    /// Lets the caller have an answer that was gathered.
     fn pass<ResB, E>(&self, answer: Answer<ResB>, reply: &mut Replies<ResB, E>)
     where
         ResB: Body<Data = Bytes> + Send + 'static,
