@@ -67,9 +67,13 @@ pub(crate) fn is_everywhere(error: &sqlx::Error) -> bool {
 
 /// Whether an error of a statement outside a transaction means that the statement was undone.
 ///
-/// A server that answers with an error has not committed. A pooler answers in the same form when it
-/// lost its server (class 08), and then nobody knows.
+/// A server that answers with an error has not committed, unless it panics: then a commit may stand in its log
+/// already, and be recovered. A pooler answers in the same form when it lost its server (class 08), and then
+/// nobody knows.
 pub(crate) fn is_undone(error: &sqlx::Error) -> bool {
+    if said(error).is_some_and(|said| matches!(said.severity(), PgSeverity::Panic)) {
+        return false;
+    }
     match error {
         sqlx::Error::Database(_) => !is_class(error, &["08", "57P02"]),
         sqlx::Error::Encode(_) | sqlx::Error::Configuration(_) => true,

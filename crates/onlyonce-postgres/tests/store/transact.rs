@@ -1,5 +1,7 @@
 //! Claims inside the application's own transactions, when things break and when they do not.
 
+use std::io::{Read, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -231,6 +233,48 @@ async fn a_commit_that_the_server_refuses_is_undone() {
     let error = failed(shop.commit(transaction).await);
     assert!(!error.may_have_applied() && error.to_string().contains("23505"), "{error}");
     assert_eq!(done_keys(&database).await, "k");
+}
+
+/// A server that answers every query, except that it goes down over a COMMIT.
+fn server_that_panics_at_a_commit() -> u16 {
+    fn send(stream: &mut TcpStream, kind: u8, payload: &[u8]) {
+        let length = u32::try_from(payload.len() + 4).unwrap();
+        stream.write_all(&[&[kind], &length.to_be_bytes()[..], payload].concat()).unwrap();
+    }
+    fn receive(stream: &mut TcpStream) -> Vec<u8> {
+        let mut length = [0; 4];
+        stream.read_exact(&mut length).unwrap();
+        let mut payload = vec![0; u32::from_be_bytes(length) as usize - 4];
+        stream.read_exact(&mut payload).unwrap();
+        payload
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        receive(&mut stream);
+        send(&mut stream, b'R', &[0; 4]);
+        send(&mut stream, b'Z', b"I");
+        loop {
+            stream.read_exact(&mut [0]).unwrap();
+            if receive(&mut stream).starts_with(b"COMMIT") {
+                return send(&mut stream, b'E', b"SPANIC\0VPANIC\0C58030\0Mcould not fsync file\0\0");
+            }
+            send(&mut stream, b'C', b"DONE\0");
+            send(&mut stream, b'Z', b"T");
+        }
+    });
+    port
+}
+
+/// It panics when it cannot tell whether its log is on disk; the commit may stand in it, and be recovered.
+#[tokio::test]
+async fn a_commit_over_which_the_server_panics_is_in_doubt() {
+    let shop = transactions(&server().url(&database())).await;
+    let url = format!("postgres://app@127.0.0.1:{}/app?sslmode=disable", server_that_panics_at_a_commit());
+    let transaction = pool(connect(&url), 1).begin().await.unwrap();
+    let error = failed(shop.commit(transaction).await);
+    assert!(error.may_have_applied() && error.to_string().contains("58030"), "{error}");
 }
 
 #[tokio::test]
