@@ -11,11 +11,14 @@ use tokio::time::sleep;
 use crate::queue::{LONG, Queue, Sent, ends, message, next, nothing};
 use crate::workers::Workers;
 
-/// How many messages a storm has.
-const MESSAGES: usize = 2_000;
+/// How many messages a storm has that are published several times.
+const COPIED: usize = 2_000;
 
 /// Each is published at least so often.
 const COPIES: usize = 2;
+
+/// How many are published once, and come again only because somebody died: no copy makes up for one that is lost.
+const SINGLE: usize = 500;
 
 /// A queue on a broker of its own, which a test may kill.
 pub(crate) trait Storm: Queue {
@@ -40,16 +43,23 @@ pub(crate) trait Storm: Queue {
 pub(crate) async fn nothing_is_lost_doubled_or_stuck<Q: Storm>() {
     let (queue, database) = (Q::alone().await, Database::new().await);
     let mut workers = Workers::start(3, [queue.environment(), database.environment()].concat());
-    let ids: Vec<String> = (0..MESSAGES).map(|number| format!("order-{number}")).collect();
+    let copied: Vec<String> = (0..COPIED).map(|number| format!("copied-{number}")).collect();
+    let single: Vec<String> = (0..SINGLE).map(|number| format!("single-{number}")).collect();
+    let ids = [&copied[..], &single[..]].concat();
+    let publish = async |id: &String, payload: &'static str| {
+        queue.publish_surely(&Sent { id: Some(id.clone()), payload, ..Sent::default() }).await;
+    };
     let publishing = async {
         for copy in 0..COPIES {
-            for (number, id) in ids.iter().enumerate() {
+            for (number, id) in copied.iter().enumerate() {
                 let payload = if number % 20 == 7 { "flaky" } else { "order" };
+                publish(id, payload).await;
                 // Copies come close together and far apart.
-                let again = (copy + number) % 7 == 0;
-                for _ in 0..=usize::from(again) {
-                    let id = Some(id.clone());
-                    queue.publish_surely(&Sent { id, payload, ..Sent::default() }).await;
+                if (copy + number) % 7 == 0 {
+                    publish(id, payload).await;
+                }
+                if number % (COPIED / SINGLE) == 0 && copy == 0 {
+                    publish(&single[number * SINGLE / COPIED], "order").await;
                 }
             }
         }
