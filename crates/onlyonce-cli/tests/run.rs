@@ -599,8 +599,9 @@ fn a_start_that_is_told_to_end_while_it_waits_leaves_the_period_free() {
 #[test]
 fn on_a_terminal_the_command_is_interrupted_once_and_can_read() {
     let place = Place::sqlite();
-    let script = "trap 'echo int >> $NOTES' INT; read line; echo \"read $line\" >> $NOTES; \
-        n=0; while [ $n -lt 40 ]; do sleep 0.05; n=$((n+1)); done; echo end >> $NOTES";
+    // A second signal comes while the first is being noted, and is noted after it.
+    let script = "trap 'sleep 0.3; echo int >> $NOTES' INT; read line; echo \"read $line\" >> $NOTES
+        sleep 3 & p=$!; while kill -0 $p 2>/dev/null; do wait $p; done; echo end >> $NOTES";
     let job = place.job("--job a --every day", script);
     let master =
         rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY).unwrap();
