@@ -15,7 +15,7 @@ use onlyonce_core::{
     Write,
 };
 use sqlx::postgres::{PgArguments, PgPool, PgRow};
-use sqlx::{AssertSqlSafe, Executor, PgConnection, Postgres, Row, Transaction};
+use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Postgres, Row, Transaction};
 use tokio::time::timeout;
 
 use crate::error::{self, code, in_doubt, is_conflict, is_undone, not_applied, sqlstate};
@@ -160,6 +160,7 @@ impl Transactional for PostgresTransactions {
         operation: &Operation,
         write: Write,
     ) -> Result<Inserted, TransactionError> {
+        check_open(transaction)?;
         let claim = Claim::of(operation, &write);
         for _ in 0..ROUNDS_MAX {
             let rows = fetch(transaction, &self.target.sql.claim, &|to| claim.bind(to)).await;
@@ -178,6 +179,7 @@ impl Transactional for PostgresTransactions {
         expected: Revision,
         write: Write,
     ) -> Result<Replaced, TransactionError> {
+        check_open(transaction)?;
         let change = Change::of(id, expected, &write);
         let rows = if write.is_grant() {
             let taken = fetch(transaction, &self.target.sql.take_over, &|to| change.bind(to)).await;
@@ -274,6 +276,17 @@ async fn commit(mut transaction: Transaction<'static, Postgres>) -> Result<(), T
             TransactionError::Failed(in_doubt("commit", &error))
         }
     })
+}
+
+/// Race: a user's work loses its transaction, and its outcome is recorded all the same, by a statement that
+/// commits alone. sqlx undoes all of a transaction when the begin of one inside it fails or is dropped halfway.
+fn check_open(transaction: &Transaction<'static, Postgres>) -> Result<(), TransactionError> {
+    if transaction.is_in_transaction() {
+        return Ok(());
+    }
+    let reason = "the transaction is over: the begin of one inside it failed or was dropped halfway; what was written \
+                  since may be committed";
+    Err(TransactionError::Failed(StoreError::new(StoreErrorKind::Ambiguous, reason)))
 }
 
 fn inserted(row: &PgRow) -> Result<Inserted, String> {

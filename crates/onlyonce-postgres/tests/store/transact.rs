@@ -289,6 +289,29 @@ async fn a_claim_that_its_user_rolled_back_is_not_completed() {
     assert_eq!(done_keys(&database).await, "");
 }
 
+/// sqlx undoes a whole transaction when the begin of one inside it is dropped halfway. What is done with it
+/// afterwards would be committed alone.
+#[tokio::test]
+async fn nothing_is_recorded_by_a_transaction_that_is_over() {
+    let database = database();
+    let shop = transactions(&server().url(&database)).await;
+    let claimed = Engine::new(shop.store()).claim(&operation("k"), running().fingerprint, &POLICY).await;
+    let Ok(Claimed::Execute(mut grant)) = claimed else { panic!("{claimed:?}") };
+    let mut transaction = shop.open().await.unwrap();
+    note(&mut transaction, "k").await.unwrap();
+    {
+        let mut nested = pin!((*transaction).begin());
+        assert!(nested.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    let error = failed(grant.complete_in(&shop, &mut transaction, outcome()).await);
+    assert!(error.may_have_applied() && error.to_string().contains("is over"), "{error}");
+    let asked = claim(&shop, &mut transaction, &operation("k2"), running().fingerprint, &POLICY).await;
+    assert!(failed(asked).to_string().contains("is over"));
+    shop.roll_back(transaction).await;
+    assert_eq!(notes(&database), "");
+    assert!(grant.renew().await.unwrap(), "it is still held");
+}
+
 /// Under these the snapshot of a copy that waited is older than what it waited for.
 #[tokio::test(flavor = "multi_thread")]
 async fn stricter_isolation_levels_conflict_where_others_wait() {
