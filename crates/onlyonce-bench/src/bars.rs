@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::http::{Contestant, Database, Lane, Measured};
 use crate::load::Workload;
+use crate::memory::Memory;
 use crate::report::Results;
 
 /// One requirement and what was measured.
@@ -113,7 +114,7 @@ pub(crate) fn bars(results: &Results) -> Vec<Bar> {
         Bar {
             name: "proxy, memory for 1,000 guarded requests in flight",
             required: AtMost(20.0),
-            measured: results.memory.as_ref().map(|memory| memory.mib_per_thousand()),
+            measured: results.memory.as_ref().and_then(Memory::mib_per_thousand),
             unit: " MiB",
         },
     ]

@@ -92,8 +92,10 @@ struct Turn {
 }
 
 /// Cores that were busy, by process.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cpu {
+    /// Answers a second meanwhile.
+    pub(crate) per_second: f64,
     pub(crate) generator: f64,
     /// The process that is compared.
     pub(crate) server: f64,
@@ -266,6 +268,7 @@ impl Arena {
         let mut generator = Generator::start(&plan)?;
         let generator_pid = generator.child.id();
         let look = || Cpu {
+            per_second: 0.0,
             generator: cpu_time(generator_pid).as_secs_f64(),
             server: cpu_time(server).as_secs_f64(),
             upstream: upstream.map_or(0.0, |upstream| cpu_time(upstream).as_secs_f64()),
@@ -281,6 +284,7 @@ impl Arena {
         let per_second = answers as f64 / seconds;
         let busy = |of: fn(&Cpu) -> f64| (of(&after) - of(&before)) / seconds;
         let mut cpu = Cpu {
+            per_second,
             generator: busy(|cpu| cpu.generator),
             server: busy(|cpu| cpu.server),
             upstream: busy(|cpu| cpu.upstream),

@@ -34,10 +34,11 @@ const USAGE: &str = "usage: onlyonce-bench NAME
   quick  what the bars are about, in a few minutes
   full   everything, in about an hour and a half, and 20 GB of disk
   http   the part of quick that goes over HTTP
+  scale  the part of full that does not
   forms  executions in the layer and in one transaction
   sweep  claims while a million expired keys are swept
 
-quick, full and http start the release build of `onlyonce` beside this program, and write a report into target/bench";
+quick, full, http and scale start the release build of `onlyonce` beside this program, and write a report into target/bench";
 
 /// How long one side of a comparison runs before it is the other's turn.
 const TURN: Duration = Duration::from_secs(2);
@@ -64,9 +65,10 @@ fn main() -> ExitCode {
 fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
     let Some((name, arguments)) = arguments.split_first() else { return Ok(false) };
     match name.as_str() {
-        "quick" => all(&http::comparisons_quick(), QUICK, Some(scale::QUICK))?,
-        "full" => all(&http::comparisons_full(), FULL, Some(scale::FULL))?,
-        "http" => all(&http::comparisons_quick(), QUICK, None)?,
+        "quick" => all(name, &http::comparisons_quick(), QUICK, Some(scale::QUICK))?,
+        "full" => all(name, &http::comparisons_full(), FULL, Some(scale::FULL))?,
+        "http" => all(name, &http::comparisons_quick(), QUICK, None)?,
+        "scale" => all(name, &[], FULL, Some(scale::FULL))?,
         "forms" => runtime()?.block_on(forms::measure()),
         "sweep" => {
             runtime()?.block_on(sweep::figures(&Arc::new(Postgres::start(""))));
@@ -89,6 +91,7 @@ fn runtime() -> std::io::Result<Runtime> {
 }
 
 fn all(
+    name: &str,
     comparisons: &[http::Comparison],
     pace: Pace,
     extent: Option<scale::Extent>,
@@ -111,7 +114,7 @@ fn all(
     }
     machine.add(format!("{} rounds of {:?} each, after {:?} to warm up", pace.rounds, pace.run, pace.warm));
     machine.add(format!("load of the machine after the run: {}", machine::load_average()));
-    write(&results, &machine, &program)?;
+    write(name, &results, &machine, &program)?;
     println!("\nin {:.0?}", started.elapsed());
     Ok(())
 }
@@ -126,17 +129,19 @@ fn beside(name: &str) -> Result<PathBuf, Box<dyn Error>> {
     }
 }
 
-fn write(results: &Results, machine: &Machine, program: &Path) -> Result<(), Box<dyn Error>> {
+fn write(name: &str, results: &Results, machine: &Machine, program: &Path) -> Result<(), Box<dyn Error>> {
     let folder = program.ancestors().nth(2).ok_or("no target directory")?.join("bench");
     std::fs::create_dir_all(&folder)?;
     let bars = bars::bars(results);
-    let (report, chart) = (folder.join("report.md"), folder.join("answers.svg"));
-    std::fs::write(&report, report::markdown(results, &bars, machine, "answers.svg"))?;
-    std::fs::write(&chart, chart::svg(&results.http))?;
+    let (report, chart) = (folder.join(format!("{name}.md")), format!("{name}.svg"));
+    std::fs::write(&report, report::markdown(results, &bars, machine, &chart))?;
+    if !results.http.is_empty() {
+        std::fs::write(folder.join(chart), chart::svg(&results.http))?;
+    }
     println!("\n| bar | required | measured | |\n|---|---|---|---|");
     for bar in &bars {
         println!("{bar}");
     }
-    println!("\n{}\n{}", report.display(), chart.display());
+    println!("\n{}", report.display());
     Ok(())
 }

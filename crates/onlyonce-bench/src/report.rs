@@ -22,13 +22,14 @@ pub(crate) struct Results {
 pub(crate) fn line(lane: &Measured) -> String {
     let Measured { per_second, p50, p99, cpu, .. } = lane;
     format!(
-        "{:<16} {:>8}/s ({}..{})  p50 {}  p99 {}  cores: {}",
+        "{:<21} {:>8}/s ({}..{})  p50 {}  p99 {}  CPU {:.0} µs  cores: {}",
         name(lane),
         whole(per_second.median),
         whole(per_second.min),
         whole(per_second.max),
         time(p50.median),
         time(p99.median),
+        micros_for_one(lane),
         cores(cpu)
     )
 }
@@ -64,12 +65,12 @@ const HTTP: &str = "
 Medians of the rounds, and the lowest and highest round in brackets. `×` is the ratio of the median to that of the
 first line of the same connections. Cores are those that were busy in the middle round: of the load generator, the
 server that is compared, the bare application behind it, Postgres, and whatever else ran on the machine. SQLite is a
-part of its server. The load generator is a closed loop: each connection sends its next request when the answer to the
+part of its server. The CPU time for one answer is that of the server and all behind it. The load generator is a closed loop: each connection sends its next request when the answer to the
 last one has arrived.
 ";
 
-const COLUMNS: &str = "| connections | | answers/s | × | p50 | p99 | cores: generator | server | upstream | Postgres | others |\n\
-                       |---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
+const COLUMNS: &str = "| connections | | answers/s | × | p50 | p99 | CPU µs for one | cores: generator | server | upstream | Postgres | others |\n\
+                       |---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
 
 /// The titles in their order, each once.
 pub(crate) fn titles(lanes: &[Measured]) -> Vec<&str> {
@@ -97,13 +98,14 @@ fn row(lane: &Measured, all: &[Measured]) -> String {
     let reference = all.iter().find(|other| other.title == *title && other.connections == *connections);
     let ratio = reference.map_or(1.0, |reference| per_second.median / reference.per_second.median);
     format!(
-        "| {connections} | {} | {} ({}..{}) | {ratio:.2} | {} | {} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
+        "| {connections} | {} | {} ({}..{}) | {ratio:.2} | {} | {} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
         name(lane),
         whole(per_second.median),
         whole(per_second.min),
         whole(per_second.max),
         time(p50.median),
         time(p99.median),
+        micros_for_one(lane),
         cpu.generator,
         cpu.server,
         cpu.upstream,
@@ -112,7 +114,12 @@ fn row(lane: &Measured, all: &[Measured]) -> String {
     )
 }
 
-fn cores(Cpu { generator, server, upstream, postgres, others }: &Cpu) -> String {
+/// What an answer costs the server and all behind it. It depends less than times do on what else runs.
+fn micros_for_one(Measured { cpu, .. }: &Measured) -> f64 {
+    (cpu.server + cpu.upstream + cpu.postgres) / cpu.per_second * 1e6
+}
+
+fn cores(Cpu { generator, server, upstream, postgres, others, .. }: &Cpu) -> String {
     format!(
         "generator {generator:.2}, server {server:.2}, upstream {upstream:.2}, Postgres {postgres:.2}, \
          others {others:.2}"

@@ -75,7 +75,7 @@ async fn hold(Path(ms): Path<u64>) -> Response {
 }
 
 /// The business: an answer of so many bytes, as hard to compress as real ones are at worst.
-fn work(bytes: usize) -> Bytes {
+pub(crate) fn work(bytes: usize) -> Bytes {
     static ANSWER: LazyLock<Bytes> = LazyLock::new(|| {
         const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
         let mut random = SplitMix(7);
