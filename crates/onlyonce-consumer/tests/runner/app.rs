@@ -1,10 +1,13 @@
 //! An application with a table of effects, on a real database.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use onlyonce_core::store::{Inserted, Replaced};
-use onlyonce_core::{Id, Operation, Revision, Store, TransactionError, Transactional, Write};
+use onlyonce_core::{
+    Id, Operation, Revision, Store, StoreError, StoreErrorKind, TransactionError, Transactional, Write,
+};
 use onlyonce_postgres::{PostgresStore, PostgresTransactions};
 use onlyonce_sqlite::{SqliteOptions, SqliteStore, SqliteTransactions};
 use onlyonce_testkit::{Postgres, Proxy};
@@ -110,11 +113,19 @@ impl App for OnSqlite {
     }
 }
 
-/// A database whose commits wait for a permit each.
+/// A database whose commits wait for a permit each, and so many of which fail.
 #[derive(Clone)]
 pub(crate) struct Gate<T> {
     pub(crate) database: T,
     pub(crate) commits: Arc<Semaphore>,
+    pub(crate) failing: Arc<AtomicU32>,
+}
+
+impl<T> Gate<T> {
+    pub(crate) fn new(database: T, permits: usize, failing: u32) -> Self {
+        let (commits, failing) = (Arc::new(Semaphore::new(permits)), Arc::new(AtomicU32::new(failing)));
+        Self { database, commits, failing }
+    }
 }
 
 #[async_trait::async_trait]
@@ -156,6 +167,12 @@ impl<T: Transactional> Transactional for Gate<T> {
 
     async fn commit(&self, tx: Self::Transaction) -> Result<(), TransactionError> {
         self.commits.acquire().await.unwrap().forget();
+        let fails = self.failing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        if fails.is_ok() {
+            self.database.roll_back(tx).await;
+            let error = StoreError::new(StoreErrorKind::Unavailable, "a deferred constraint is violated");
+            return Err(TransactionError::Failed(error));
+        }
         self.database.commit(tx).await
     }
 

@@ -17,7 +17,7 @@ use onlyonce_consumer::{
 use onlyonce_core::Transactional;
 use onlyonce_testkit::{Postgres, Proxy};
 use tokio::runtime::Runtime;
-use tokio::sync::Semaphore;
+
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -47,6 +47,7 @@ on_each! {
     every_effect_happens_once_whatever_the_broker_and_the_handler_do;
     copies_delivered_at_once_run_the_handler_once;
     nothing_is_acknowledged_before_it_is_committed;
+    a_commit_that_fails_has_the_message_put_back;
     a_redelivery_that_the_handler_asks_for_is_processed;
     a_message_that_always_fails_is_dead_lettered_and_the_rest_flow_on;
     a_message_that_failed_for_good_is_dead_lettered_at_once;
@@ -201,12 +202,9 @@ async fn copies_delivered_at_once_run_the_handler_once<A: App>(app: A) {
 
 async fn nothing_is_acknowledged_before_it_is_committed<A: App>(app: A) {
     let queue = Queue::default();
-    let gate = Gate { database: app.connect().await, commits: Arc::new(Semaphore::new(0)) };
-    let consumer = Consumer::new(queue.clone(), gate.clone(), "billing", quick()).unwrap();
-    let stop = CancellationToken::new();
-    let ended = tokio::spawn(consumer.run_fn(stop.clone().cancelled_owned(), |tx, message| {
-        Box::pin(async move { Ok(A::effect(tx, message.id()).await?) })
-    }));
+    let gate = Gate::new(app.connect().await, 0, 0);
+    let (stop, ended) =
+        behind(&gate, &queue, |tx, message| Box::pin(async move { Ok(A::effect(tx, message.id()).await?) }));
     for _ in 0..2 {
         queue.publish(message("m", "100"));
     }
@@ -220,6 +218,34 @@ async fn nothing_is_acknowledged_before_it_is_committed<A: App>(app: A) {
     assert_eq!(app.effects().await, ["m"]);
     stop.cancel();
     ended.await.unwrap().unwrap();
+}
+
+async fn a_commit_that_fails_has_the_message_put_back<A: App>(app: A) {
+    let queue = Queue::default();
+    let gate = Gate::new(app.connect().await, usize::MAX >> 4, 2);
+    let (stop, ended) =
+        behind(&gate, &queue, |tx, message| Box::pin(async move { Ok(A::effect(tx, message.id()).await?) }));
+    queue.publish(message("m", "100"));
+    queue.drained().await;
+    assert_eq!((queue.state().put_back.len(), gate.failing.load(Ordering::SeqCst)), (2, 0));
+    assert_eq!(app.effects().await, ["m"]);
+    stop.cancel();
+    ended.await.unwrap().unwrap();
+}
+
+/// A consumer on a database behind a gate.
+fn behind<T: Transactional + Clone>(
+    gate: &Gate<T>,
+    queue: &Queue,
+    handler: impl for<'a> Fn(&'a mut T::Transaction, &'a Delivered) -> BoxFuture<'a, Result<(), NotDone>>
+    + Send
+    + Sync
+    + 'static,
+) -> (CancellationToken, JoinHandle<Result<(), ConsumerError>>) {
+    let consumer = Consumer::new(queue.clone(), gate.clone(), "billing", quick()).unwrap();
+    let stop = CancellationToken::new();
+    let ended = tokio::spawn(consumer.run_fn(stop.clone().cancelled_owned(), handler));
+    (stop, ended)
 }
 
 async fn a_redelivery_that_the_handler_asks_for_is_processed<A: App>(app: A) {
@@ -373,26 +399,34 @@ async fn a_handler_that_takes_too_long_is_rolled_back<A: App>(app: A) {
     running.stopped().await;
 }
 
-/// Longer than its lease, and than the broker's deadline.
+/// Longer than its lease, and than the broker's deadline, while somebody else is asked to process a copy.
 async fn a_long_handler_keeps_its_message<A: App>(app: A) {
     let queue = Queue::default();
     queue.state().deadline = Some(Duration::from_millis(900));
-    let running = Running::start(&app, &queue, with_lease(Duration::from_secs(2)), |_, _| {
-        Box::pin(async {
-            sleep(Duration::from_secs(5)).await;
-            Ok(())
-        })
-    })
-    .await;
-    queue.publish(message("m", "100"));
+    let mut instances = Vec::new();
+    for _ in 0..2 {
+        let running = Running::start(&app, &queue, with_lease(Duration::from_secs(2)), |_, _| {
+            Box::pin(async {
+                sleep(Duration::from_secs(5)).await;
+                Ok(())
+            })
+        });
+        instances.push(running.await);
+    }
+    for _ in 0..2 {
+        queue.publish(message("m", "100"));
+    }
     queue.drained().await;
-    assert_eq!((running.calls("m"), app.effects().await), (1, vec!["m".to_owned()]));
+    let calls: u32 = instances.iter().map(|running| running.calls("m")).sum();
+    assert_eq!((calls, app.effects().await), (1, vec!["m".to_owned()]));
     {
         let state = queue.state();
-        assert_eq!((state.acknowledged.len(), state.put_back.len()), (1, 0));
+        assert_eq!(state.acknowledged, ["m", "m"]);
         assert!(state.extensions >= 5, "{}", state.extensions);
     }
-    running.stopped().await;
+    for running in instances {
+        running.stopped().await;
+    }
 }
 
 async fn a_shutdown_finishes_what_runs_and_puts_back_what_does_not_end<A: App>(app: A) {
@@ -495,7 +529,7 @@ fn runtime() -> Runtime {
 fn a_message_that_kills_its_worker_is_dead_lettered_and_the_rest_flow_on<A: App>(app: &A) {
     let (queue, ids) = (Queue::default(), numbers(30));
     for id in
-        ids[..15].iter().map(String::as_str).chain(["kills"]).chain(ids[15..].iter().map(String::as_str))
+        ids[..15].iter().map(String::as_str).chain(["kills"]).chain(ids[10..].iter().map(String::as_str))
     {
         queue.publish(message(id, "x"));
     }
@@ -511,13 +545,13 @@ fn a_message_that_kills_its_worker_is_dead_lettered_and_the_rest_flow_on<A: App>
         let died = Mutex::new(died);
         process.spawn(async move {
             let running = Running::start(&app, &queue, settings, move |_, message| {
-                if message.id() == "kills" {
-                    deaths.fetch_add(1, Ordering::SeqCst);
-                    died.lock().unwrap().send(()).unwrap();
-                }
-                let kills = message.id() == "kills";
+                let death = (message.id() == "kills").then(|| died.lock().unwrap().clone());
+                deaths.fetch_add(death.is_some().into(), Ordering::SeqCst);
                 Box::pin(async move {
-                    if kills {
+                    // What is processed beside it has not ended when it dies.
+                    sleep(Duration::from_millis(if death.is_some() { 50 } else { 150 })).await;
+                    if let Some(death) = death {
+                        death.send(()).unwrap();
                         std::future::pending::<()>().await;
                     }
                     Ok(())
