@@ -52,7 +52,8 @@ const RULES: [Rule; 14] = [
     Rule {
         name: "onlyonce-client",
         may: &["onlyonce-core"],
-        may_in_tests: &["onlyonce"],
+        // Itself: with all features.
+        may_in_tests: &["onlyonce", "onlyonce-client"],
         never: &["axum", "openssl", "native-tls", "aws-lc-rs"],
     },
     Rule {
