@@ -87,12 +87,15 @@ impl Settings {
         if self.backoff_first.is_zero() {
             return refused("backoff_first must be longer than zero, or retries come in a busy loop");
         }
+        if self.backoff_max < self.backoff_first || self.backoff_max > DEADLINE_MAX {
+            return refused("backoff_max must be at least backoff_first, and at most a year");
+        }
         if self.server_retention <= self.deadline {
             return refused("server_retention must exceed deadline, or a late attempt may do the work again");
         }
         let BudgetSettings { retries_per_call, retries_per_second, .. } = self.budget;
-        if !(retries_per_call >= 0.0 && retries_per_second >= 0.0) {
-            return refused("the retry budget must not shrink by itself");
+        if ![retries_per_call, retries_per_second].iter().all(|rate| rate.is_finite() && *rate >= 0.0) {
+            return refused("the retry budget must grow by finite amounts, and not shrink by itself");
         }
         Ok(())
     }
@@ -117,13 +120,18 @@ mod tests {
     #[test]
     fn the_defaults_are_valid_and_contradictions_are_not() {
         assert_eq!(Settings::default().check(), Ok(()));
-        let refused: [fn(&mut Settings); 6] = [
+        let refused: [fn(&mut Settings); 9] = [
             |s| s.deadline = Duration::ZERO,
             |s| s.attempt_timeout = Duration::ZERO,
             |s| s.deadline = Duration::MAX,
             |s| s.backoff_first = Duration::ZERO,
             |s| s.server_retention = s.deadline,
             |s| s.budget.retries_per_call = f64::NAN,
+            // Nothing times infinity is no number, and no retry could be afforded.
+            |s| s.budget.retries_per_second = f64::INFINITY,
+            // A busy loop, and a wait that does not fit.
+            |s| s.backoff_max = Duration::ZERO,
+            |s| s.backoff_max = Duration::MAX,
         ];
         for (number, spoil) in refused.iter().enumerate() {
             let mut settings = Settings::default();
