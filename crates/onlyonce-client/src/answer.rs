@@ -9,7 +9,11 @@ use onlyonce_core::Key;
 use reqwest::{Response, ResponseBuilderExt, Url};
 use serde_json::Value;
 
+#[cfg(feature = "journal")]
+use crate::decide;
 use crate::decide::{Loss, Says, Signs, Work};
+#[cfg(feature = "journal")]
+use crate::error::{Error, Refused};
 use crate::retry_after;
 
 /// Marks an answer that was recorded when the work was done, and is given again.
@@ -63,8 +67,10 @@ pub(crate) struct Arrived {
     url: Url,
     version: Version,
     extensions: Extensions,
-    /// Whether attempts before the one that was answered may have done the work.
-    pub(crate) work_before: Work,
+    /// Whether it is what a 303 led to.
+    pub(crate) result: bool,
+    /// Whether the work may have been done, in any of the attempts.
+    pub(crate) work: Work,
 }
 
 impl Answer {
@@ -76,7 +82,8 @@ impl Answer {
             url,
             version: Version::HTTP_11,
             extensions: Extensions::new(),
-            work_before: Work::Done,
+            result: false,
+            work: Work::Done,
         };
         Self { status, headers, body, receipt, arrived }
     }
@@ -99,7 +106,8 @@ impl Answer {
             url: response.url().clone(),
             version: response.version(),
             extensions: std::mem::take(response.extensions_mut()),
-            work_before: Work::NotDone,
+            result: false,
+            work: Work::NotDone,
         };
         let headers = std::mem::take(response.headers_mut());
         Ok(Self { status: response.status(), headers, body: body.freeze(), receipt, arrived })
@@ -124,8 +132,29 @@ impl Answer {
 
     /// What the answer says about its key.
     pub(crate) fn signs(&self, now: SystemTime) -> Signs {
-        let problem = Problem::read(&self.headers, &self.body);
-        Signs { says: problem.and_then(|problem| problem.says()), ..signs(self.status, &self.headers, now) }
+        let says = match self.problem().and_then(|problem| problem.says()) {
+            // Such as a token that could not be verified because the signing keys are away.
+            Some(Says::Refused(Work::NotDone)) if self.status.is_server_error() => Some(Says::NotRun),
+            says => says,
+        };
+        Signs { says, result: self.arrived.result, ..signs(self.status, &self.headers, now) }
+    }
+
+    /// A recorded answer as its call ended: a refusal because the work was done is one again.
+    #[cfg(feature = "journal")]
+    pub(crate) fn told(self) -> Result<Self, Error> {
+        match self.problem() {
+            Some(problem) if !self.receipt.replayed && problem.says() == Some(Says::Refused(Work::Done)) => {
+                Err(Error::Refused(Box::new(Refused::new(self, problem, Work::Done))))
+            }
+            _ => Ok(self),
+        }
+    }
+
+    /// Whether the answer is the last word on its key.
+    #[cfg(feature = "journal")]
+    pub(crate) fn lasts(&self) -> bool {
+        decide::lasts(self.status, is_replay(&self.headers))
     }
 
     pub(crate) fn problem(&self) -> Option<Problem> {
@@ -157,7 +186,7 @@ pub(crate) fn signs(status: StatusCode, headers: &HeaderMap, now: SystemTime) ->
         _ => None,
     };
     let retry_after: Option<Duration> = retry_after::read(headers, now);
-    Signs { status, says: None, replayed: is_replay(headers), should_retry, retry_after }
+    Signs { status, says: None, replayed: is_replay(headers), result: false, should_retry, retry_after }
 }
 
 pub(crate) fn is_replay(headers: &HeaderMap) -> bool {
@@ -201,9 +230,11 @@ impl Problem {
     fn says(&self) -> Option<Says> {
         Some(match self.code.as_str() {
             "request-in-progress" | "idempotency_key_in_use" => Says::InFlight,
-            "store-unavailable" | "upstream-unreachable" | "request-too-slow" | "request-incomplete" => {
-                Says::NotRun
-            }
+            "store-unavailable"
+            | "upstream-unreachable"
+            | "request-too-slow"
+            | "request-incomplete"
+            | "not-committed" => Says::NotRun,
             "upstream-lost" | "upstream-timeout" => Says::LostSight,
             "outcome-unknown" => Says::Refused(Work::MayBeDone),
             "response-not-kept" => Says::Refused(Work::Done),

@@ -248,9 +248,9 @@ mod journalled {
     use http::HeaderMap;
 
     use super::*;
-    use crate::decide::{self, Because, Work};
-    use crate::error::GaveUp;
+    use crate::decide::{Because, Work};
     use crate::journal::{Begun, Row, now_ms};
+    use crate::send::Started;
 
     /// How many intents are resumed at a time.
     const RESUMED_AT_ONCE: usize = 8;
@@ -261,8 +261,8 @@ mod journalled {
     pub struct Resumed {
         /// The intent.
         pub intent: String,
-        /// The key that it was and is sent with.
-        pub key: Key,
+        /// The key that it was and is sent with; `None` if what the journal has of it cannot be read.
+        pub key: Option<Key>,
         /// Its answer; [`Error::Unknown`] if it is older than the server's memory and was not sent, another
         /// error if it is still unfinished.
         pub outcome: Result<Answer, Error>,
@@ -278,8 +278,9 @@ mod journalled {
         ) -> Result<Answer, Error> {
             let Some(journal) = &self.journal else { return self.run(frozen).await };
             loop {
-                match journal.begin(&intent, &frozen, own_key).await? {
-                    Begun::Answered(answer) => return Ok(answer),
+                let key_header = &self.sender.settings.key_header;
+                match journal.begin(&intent, &frozen, own_key, key_header).await? {
+                    Begun::Answered(answered) => return answered,
                     Begun::Fresh(id) => return self.start(journal, id, frozen).await,
                     Begun::Open(row) => {
                         if let Some(result) = self.go_on(journal, row, frozen.request.headers()).await {
@@ -292,11 +293,24 @@ mod journalled {
 
         async fn start(&self, journal: &Journal, id: i64, frozen: Frozen) -> Result<Answer, Error> {
             let result = self.run(frozen).await;
-            if happened_not(&result) {
+            self.end(journal, id, result, false).await
+        }
+
+        /// Writes down how the attempts ended. `doubted` says that an earlier sender may have done the work.
+        async fn end(
+            &self,
+            journal: &Journal,
+            id: i64,
+            result: Result<Answer, Error>,
+            doubted: bool,
+        ) -> Result<Answer, Error> {
+            let idle = work(&result) == Work::NotDone;
+            if !doubted && idle && must_change(&result) {
                 journal.withdraw(id).await;
                 return result;
             }
-            journal.note(id, result).await
+            let result = if doubted { result.map_err(Error::in_doubt) } else { result };
+            journal.note(id, result, idle).await
         }
 
         /// Sends what the journal has unfinished, each with its key, and records the answers. Several at a
@@ -310,11 +324,13 @@ mod journalled {
             let Some(journal) = &self.journal else {
                 return Err(Error::request("the client has no journal"));
             };
-            let resumed = journal.unfinished().await?.into_iter().map(|id| async move {
-                // Somebody may have finished it in the meantime.
-                let row = journal.open_row(id).await.ok().flatten()?;
-                let (intent, key) = (row.intent.clone(), row.key.clone());
-                let outcome = self.go_on(journal, row, withheld).await?;
+            let resumed = journal.unfinished().await?.into_iter().map(|(id, intent)| async move {
+                let (key, outcome) = match journal.open_row(id).await {
+                    Ok(Some(row)) => (Some(row.key.clone()), self.go_on(journal, row, withheld).await?),
+                    // Somebody has finished it in the meantime.
+                    Ok(None) => return None,
+                    Err(error) => (None, Err(error.into())),
+                };
                 Some(Resumed { intent, key, outcome })
             });
             let outcomes: Vec<_> =
@@ -329,36 +345,39 @@ mod journalled {
             row: Row,
             withheld: &HeaderMap,
         ) -> Option<Result<Answer, Error>> {
-            let settings = &self.sender.settings;
+            let (settings, started) = (&self.sender.settings, Started::now());
             if let Some(age) = row.forgotten(now_ms(), settings.server_retention, settings.deadline) {
                 return Some(Err(Error::Unknown { intent: row.intent, key: row.key, age }));
             }
             let id = row.id;
-            match journal.join(id).await {
-                Ok(true) => {}
-                Ok(false) => return None,
+            let doubted = match journal.join(id).await {
+                Ok(Some(doubted)) => doubted,
+                Ok(None) => return None,
                 Err(error) => return Some(Err(error.into())),
-            }
-            let result = match row.frozen(withheld) {
+            };
+            let result = match row.frozen(withheld, started) {
                 Ok(frozen) => self.run(frozen).await,
                 Err(error) => Err(error),
             };
-            Some(journal.note(id, result).await)
+            Some(self.end(journal, id, result, doubted).await)
         }
     }
 
-    /// Whether it is certain that nothing was done, and something about the request must change: then the
-    /// intent is as if it had never been begun.
-    fn happened_not(result: &Result<Answer, Error>) -> bool {
+    /// Whether the attempts may have done the work.
+    fn work(result: &Result<Answer, Error>) -> Work {
         match result {
-            Ok(answer) => {
-                let last_word = decide::lasts(answer.status, answer.receipt.replayed);
-                !last_word && answer.arrived.work_before == Work::NotDone
-            }
-            Err(Error::GaveUp(gave_up)) => {
-                matches!(**gave_up, GaveUp { because: Because::Permanent, work: Work::NotDone, .. })
-            }
-            Err(Error::Refused(refused)) => refused.work == Work::NotDone,
+            Ok(answer) => answer.arrived.work,
+            Err(error) => error.work(),
+        }
+    }
+
+    /// Whether something about the request must change before an attempt can end differently. If it is certain
+    /// that nothing was done, the intent is then as if it had never been begun.
+    fn must_change(result: &Result<Answer, Error>) -> bool {
+        match result {
+            Ok(answer) => !answer.lasts(),
+            Err(Error::GaveUp(gave_up)) => gave_up.because == Because::Permanent,
+            Err(Error::Refused(_)) => true,
             Err(_) => false,
         }
     }

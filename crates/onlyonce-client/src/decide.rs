@@ -67,6 +67,8 @@ pub(crate) struct Signs {
     pub(crate) status: StatusCode,
     pub(crate) says: Option<Says>,
     pub(crate) replayed: bool,
+    /// It is what a 303 led to: the work was done before.
+    pub(crate) result: bool,
     /// `Stripe-Should-Retry`.
     pub(crate) should_retry: Option<bool>,
     pub(crate) retry_after: Option<Duration>,
@@ -207,6 +209,13 @@ fn wait(retry_after: Option<Duration>, situation: Situation, pace: Pace) -> Dura
 
 /// Whether this attempt may have done the work.
 pub(crate) fn work(attempt: Attempt) -> Work {
+    match attempt {
+        Attempt::Answered(signs) if signs.result => said(attempt).max(Work::MayBeDone),
+        _ => said(attempt),
+    }
+}
+
+fn said(attempt: Attempt) -> Work {
     let signs = match attempt {
         Attempt::Lost(Loss::NotConnected | Loss::NotSendable) => return Work::NotDone,
         Attempt::Lost(Loss::TimedOut | Loss::Broken | Loss::TooLarge | Loss::Foreign) => {
@@ -251,7 +260,8 @@ mod tests {
 
     fn signs(status: u16) -> Signs {
         let status = StatusCode::from_u16(status).expect("a status");
-        Signs { status, says: None, replayed: false, should_retry: None, retry_after: None }
+        let (says, should_retry, retry_after) = (None, None, None);
+        Signs { status, says, replayed: false, result: false, should_retry, retry_after }
     }
 
     fn again(attempt: Attempt) -> bool {

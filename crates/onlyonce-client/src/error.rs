@@ -8,6 +8,8 @@ use onlyonce_core::identity::MalformedKey;
 
 use crate::answer::{Answer, Problem};
 use crate::decide::{Because, Work};
+#[cfg(feature = "journal")]
+use crate::journal::JournalError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 
@@ -46,9 +48,9 @@ pub enum Error {
         /// How long ago it was written down, on the local clock.
         age: Duration,
     },
-    /// The journal could not be used, so nothing was sent.
+    /// The journal could not be used, so this call sent nothing. An earlier one with the same intent may have.
     #[cfg(feature = "journal")]
-    Journal(crate::journal::JournalError),
+    Journal(JournalError),
 }
 
 /// What a server said about a key that it refused.
@@ -102,14 +104,16 @@ impl Error {
         }
     }
 
-    /// Whether the work may have happened, as far as this call knows. An earlier call of the same intent
-    /// may have done more.
+    /// Whether the work may have happened, as far as this call and the journal know.
     #[must_use]
     pub fn work(&self) -> Work {
         match self {
             Self::Refused(refused) => refused.work,
             Self::GaveUp(gave_up) => gave_up.work,
             Self::Unknown { .. } => Work::MayBeDone,
+            // What stands there about the intent could not be read.
+            #[cfg(feature = "journal")]
+            Self::Journal(JournalError::Damaged(_) | JournalError::Failed(_)) => Work::MayBeDone,
             _ => Work::NotDone,
         }
     }
@@ -125,6 +129,19 @@ impl Error {
 
     pub(crate) fn request(reason: impl Into<String>) -> Self {
         Self::Request { reason: reason.into(), source: None }
+    }
+}
+
+#[cfg(feature = "journal")]
+impl Error {
+    /// An earlier sender of the same intent may have done the work.
+    pub(crate) fn in_doubt(mut self) -> Self {
+        match &mut self {
+            Self::Refused(refused) => refused.work = refused.work.max(Work::MayBeDone),
+            Self::GaveUp(gave_up) => gave_up.work = gave_up.work.max(Work::MayBeDone),
+            _ => {}
+        }
+        self
     }
 }
 
@@ -184,7 +201,7 @@ impl fmt::Display for Error {
 
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { code, detail, differs, answer, .. } = self;
+        let Self { code, detail, differs, answer, work, .. } = self;
         write!(f, "the server refused with {} {code}", answer.status.as_u16())?;
         if !differs.is_empty() {
             write!(f, " (another {})", differs.join(" and "))?;
@@ -192,7 +209,7 @@ impl fmt::Display for Refused {
         if !detail.is_empty() {
             write!(f, ": {detail}")?;
         }
-        Ok(())
+        if *work == Work::NotDone { Ok(()) } else { write!(f, " ({work})") }
     }
 }
 

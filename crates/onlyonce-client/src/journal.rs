@@ -28,9 +28,9 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row as _, SqliteConnection
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use crate::answer::{Answer, Receipt, is_replay};
-use crate::decide;
+use crate::decide::Work;
 use crate::error::Error;
-use crate::send::Frozen;
+use crate::send::{Frozen, Started};
 
 /// The journal's mark in a SQLite file: "OOcj".
 const APPLICATION_ID: i64 = 0x4f4f_636a;
@@ -78,7 +78,7 @@ pub struct JournalOptions {
     /// For how long an answer is kept. The same intent later is sent again.
     pub keep_answers: Duration,
     /// Header lines that are not written down, such as `Authorization`. They are wanted again from whoever
-    /// resumes.
+    /// resumes. The key is always written down.
     pub keep_out: Vec<HeaderName>,
 }
 
@@ -153,7 +153,8 @@ pub(crate) enum Begun {
     Fresh(i64),
     /// It was there, without an answer.
     Open(Row),
-    Answered(Answer),
+    /// As it ended.
+    Answered(Result<Answer, Error>),
 }
 
 /// An intent without an answer.
@@ -239,10 +240,16 @@ impl Journal {
     /// Writes the intent down unless it stands there, and says how it stands.
     ///
     /// Race: several callers begin it at once. The unique intent lets one insert; all go on from the row.
-    pub(crate) async fn begin(&self, intent: &str, frozen: &Frozen, own_key: bool) -> Result<Begun, Error> {
+    pub(crate) async fn begin(
+        &self,
+        intent: &str,
+        frozen: &Frozen,
+        own_key: bool,
+        key_header: &HeaderName,
+    ) -> Result<Begun, Error> {
         let mut found = self.find(intent).await?;
         if found.is_none() {
-            if let Some(id) = self.insert(intent, frozen).await? {
+            if let Some(id) = self.insert(intent, frozen, key_header).await? {
                 return Ok(Begun::Fresh(id));
             }
             found = self.find(intent).await?;
@@ -250,7 +257,7 @@ impl Journal {
         // Nobody inserted it, so there was no room. Old answers may be in the way.
         if found.is_none() {
             self.purge().await?;
-            if let Some(id) = self.insert(intent, frozen).await? {
+            if let Some(id) = self.insert(intent, frozen, key_header).await? {
                 return Ok(Begun::Fresh(id));
             }
             found = self.find(intent).await?;
@@ -263,10 +270,10 @@ impl Journal {
         Ok(begun(&row)?)
     }
 
-    /// The ids of unfinished intents, the oldest first.
-    pub(crate) async fn unfinished(&self) -> Result<Vec<i64>, JournalError> {
+    /// The ids and names of unfinished intents, the oldest first.
+    pub(crate) async fn unfinished(&self) -> Result<Vec<(i64, String)>, JournalError> {
         self.detached(|mut connection| async move {
-            sqlx::query_scalar("SELECT id FROM intents WHERE answered_at IS NULL ORDER BY id")
+            sqlx::query_as("SELECT id, intent FROM intents WHERE answered_at IS NULL ORDER BY id")
                 .fetch_all(&mut *connection)
                 .await
         })
@@ -282,26 +289,33 @@ impl Journal {
     }
 
     /// Records how the attempts of an intent ended. If its answer was recorded before by somebody else, that
-    /// is the answer.
+    /// is the answer. `idle` says that these attempts have certainly done nothing.
     ///
     /// An answer that cannot be recorded is the caller's all the same: the work was done. The intent stays
     /// unfinished, and will be given its answer again by the server.
-    pub(crate) async fn note(&self, id: i64, result: Result<Answer, Error>) -> Result<Answer, Error> {
+    pub(crate) async fn note(
+        &self,
+        id: i64,
+        result: Result<Answer, Error>,
+        idle: bool,
+    ) -> Result<Answer, Error> {
         let noted = match &result {
-            Ok(answer) if decide::lasts(answer.status, answer.receipt.replayed) => {
-                self.record(id, answer).await
+            Ok(answer) if answer.lasts() => self.record(id, answer).await,
+            // It was done, and there will never be another answer.
+            Err(Error::Refused(refused)) if refused.work == Work::Done => {
+                self.record(id, &refused.answer).await
             }
             Ok(answer) => {
                 let reason = format!("answered with {}, which says nothing lasting", answer.status);
-                self.describe(id, answer.receipt.attempts, reason).await
+                self.describe(id, answer.receipt.attempts, reason, idle).await
             }
-            Err(error) => self.describe(id, attempts(error), error.to_string()).await,
+            Err(error) => self.describe(id, attempts(error), error.to_string(), idle).await,
         };
         match noted {
             Ok(true) => result,
             Ok(false) => match self.row(id).await {
                 Ok(Some(row)) => match begun(&row) {
-                    Ok(Begun::Answered(recorded)) => Ok(recorded),
+                    Ok(Begun::Answered(recorded)) => recorded,
                     _ => result,
                 },
                 _ => result,
@@ -313,15 +327,18 @@ impl Journal {
         }
     }
 
-    /// Another sender goes on with an unfinished intent; `false` if it is not unfinished any more.
-    pub(crate) async fn join(&self, id: i64) -> Result<bool, JournalError> {
+    /// Another sender goes on with an unfinished intent. Says whether one before it may have done the work;
+    /// `None` if it is not unfinished any more.
+    pub(crate) async fn join(&self, id: i64) -> Result<Option<bool>, JournalError> {
         let joined = self.detached(move |mut connection| async move {
-            sqlx::query("UPDATE intents SET senders = senders + 1 WHERE id = ? AND answered_at IS NULL")
-                .bind(id)
-                .execute(&mut *connection)
-                .await
+            sqlx::query_scalar(
+                "UPDATE intents SET senders = senders + 1 WHERE id = ? AND answered_at IS NULL RETURNING senders > 1",
+            )
+            .bind(id)
+            .fetch_optional(&mut *connection)
+            .await
         });
-        Ok(joined.await?.rows_affected() > 0)
+        joined.await
     }
 
     /// Removes an intent of which nothing happened.
@@ -360,11 +377,16 @@ impl Journal {
     /// `None` if somebody else was first or there is no room.
     ///
     /// Race: many callers find the last room free. Insert and count are one statement, under SQLite's write lock.
-    async fn insert(&self, intent: &str, frozen: &Frozen) -> Result<Option<i64>, Error> {
+    async fn insert(
+        &self,
+        intent: &str,
+        frozen: &Frozen,
+        key_header: &HeaderName,
+    ) -> Result<Option<i64>, Error> {
         let Frozen { request, key: Some(key), .. } = frozen else {
             return Err(Error::request("an intent is sent with a key"));
         };
-        let (kept, withheld) = self.keep_out(request.headers());
+        let (kept, withheld) = self.keep_out(request.headers(), key_header);
         let head = encode_lines(kept);
         let body = request.body().and_then(|body| body.as_bytes()).map(<[u8]>::to_vec);
         let bytes = (head.len() + body.as_ref().map_or(0, Vec::len) + request.url().as_str().len()) as i64;
@@ -398,13 +420,14 @@ impl Journal {
         Ok(inserted.await?)
     }
 
-    fn keep_out(&self, headers: &HeaderMap) -> (HeaderMap, String) {
+    /// The key is not kept out: it has to be the same ever after.
+    fn keep_out(&self, headers: &HeaderMap, key_header: &HeaderName) -> (HeaderMap, String) {
         let mut kept = headers.clone();
         let withheld: Vec<_> = self
             .options
             .keep_out
             .iter()
-            .filter(|name| kept.remove(*name).is_some())
+            .filter(|name| *name != key_header && kept.remove(*name).is_some())
             .map(HeaderName::as_str)
             .collect();
         (kept, withheld.join(","))
@@ -450,13 +473,22 @@ impl Journal {
         Ok(recorded.await?.rows_affected() > 0)
     }
 
-    async fn describe(&self, id: i64, attempts: u32, reason: String) -> Result<bool, JournalError> {
+    /// A sender that has certainly done nothing leaves no doubt behind.
+    async fn describe(
+        &self,
+        id: i64,
+        attempts: u32,
+        reason: String,
+        idle: bool,
+    ) -> Result<bool, JournalError> {
         let described = self.detached(move |mut connection| async move {
             sqlx::query(
-                "UPDATE intents SET attempts = attempts + ?, last_error = ? WHERE id = ? AND answered_at IS NULL",
+                "UPDATE intents SET attempts = attempts + ?, last_error = ?, senders = senders - ? \
+                 WHERE id = ? AND answered_at IS NULL",
             )
             .bind(i64::from(attempts))
             .bind(reason)
+            .bind(i64::from(idle))
             .bind(id)
             .execute(&mut *connection)
             .await
@@ -490,7 +522,7 @@ impl Row {
     }
 
     /// The request as it was, with the header lines that were kept out.
-    pub(crate) fn frozen(self, withheld: &HeaderMap) -> Result<Frozen, Error> {
+    pub(crate) fn frozen(self, withheld: &HeaderMap, started: Started) -> Result<Frozen, Error> {
         let mut request = Request::new(self.method, self.url);
         *request.headers_mut() = self.headers;
         for name in &self.withheld {
@@ -505,7 +537,8 @@ impl Row {
             }
         }
         *request.body_mut() = self.body.map(Into::into);
-        Ok(Frozen { request, key: Some(self.key), started: std::time::Instant::now() })
+        let started = Started { on_the_wall: time(self.created_at), ..started };
+        Ok(Frozen { request, key: Some(self.key), started })
     }
 }
 
@@ -540,7 +573,7 @@ fn begun(row: &SqliteRow) -> Result<Begun, JournalError> {
         let response = response.ok_or_else(|| damaged("its answer"))?;
         let replayed = is_replay(&response.headers);
         let receipt = Receipt { key: Some(key), attempts, replayed, recorded: true };
-        return Ok(Begun::Answered(Answer::recorded(response, url, receipt)));
+        return Ok(Begun::Answered(Answer::recorded(response, url, receipt).told()));
     }
     let method: &str = row.try_get("method").map_err(JournalError::Failed)?;
     let head: &[u8] = row.try_get("request_head").map_err(JournalError::Failed)?;

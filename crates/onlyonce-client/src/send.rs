@@ -1,6 +1,6 @@
 //! One call: attempts with one key, until an answer settles it.
 
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use http::Method;
@@ -69,8 +69,31 @@ fn beneath<'a>(
 pub(crate) struct Frozen {
     pub(crate) request: Request,
     pub(crate) key: Option<Key>,
-    /// When its call began: the deadline counts from there.
-    pub(crate) started: Instant,
+    pub(crate) started: Started,
+}
+
+/// When a call began: the deadline counts from there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Started {
+    pub(crate) at: Instant,
+    /// When its key was first used, or later. The other clock stands still while the machine sleeps, and the
+    /// server's does not.
+    pub(crate) on_the_wall: SystemTime,
+}
+
+impl Started {
+    pub(crate) fn now() -> Self {
+        Self { at: Instant::now(), on_the_wall: SystemTime::now() }
+    }
+
+    /// How long until the deadline. None once the server may have forgotten the key.
+    fn left(&self, settings: &Settings, now: Self) -> Duration {
+        let age = now.on_the_wall.duration_since(self.on_the_wall).unwrap_or_default();
+        if age >= settings.server_retention {
+            return Duration::ZERO;
+        }
+        settings.deadline.saturating_sub(now.at.saturating_duration_since(self.at))
+    }
 }
 
 /// What a call ended with: the whole answer, or for a request without a key the response as it arrives.
@@ -112,16 +135,15 @@ impl Sender {
             // A body that streams is gone once it was sent.
             next = request.try_clone().filter(|_| repeatable);
             let (attempt, ended) = self.attempt(transport, request, key.is_some(), gather, started).await;
-            let before = work;
             work = work.max(decide::work(attempt));
             let situation = Situation {
                 repeatable: next.is_some(),
                 attempts,
-                left: self.settings.deadline.saturating_sub(started.elapsed()),
+                left: started.left(&self.settings, Started::now()),
                 affordable: self.budget.affords(Instant::now()),
                 jitter: jitter(),
             };
-            let call = Called { key: key.clone(), attempts, before, work };
+            let call = Called { key: key.clone(), attempts, work };
             match decide::decide(attempt, situation, self.pace()) {
                 Decision::Again { after, charged } => {
                     if charged {
@@ -129,6 +151,9 @@ impl Sender {
                     }
                     tracing::debug!(?attempt, attempts, ?after, "another attempt follows");
                     sleep(after).await;
+                    if started.left(&self.settings, Started::now()).is_zero() {
+                        return ended.given_up(call, Because::Deadline);
+                    }
                 }
                 Decision::Settled => return ended.settled(call),
                 Decision::Refused => return Err(ended.refused(call)),
@@ -149,12 +174,12 @@ impl Sender {
         request: Request,
         keyed: bool,
         gather: bool,
-        started: Instant,
+        started: Started,
     ) -> (Attempt, Ended) {
-        let left = self.settings.deadline.saturating_sub(started.elapsed());
+        let left = started.left(&self.settings, Started::now());
         let whole = async {
-            let (response, replayed) = self.hops(transport, request, keyed).await?;
-            self.read(response, replayed, gather).await
+            let (response, led) = self.hops(transport, request, keyed).await?;
+            self.read(response, led, gather).await
         };
         let ended = match timeout(self.settings.attempt_timeout.min(left), whole).await {
             Ok(Ok(reply)) => Ended::Answered(reply),
@@ -174,20 +199,20 @@ impl Sender {
         (attempt, ended)
     }
 
-    /// Sends a request and follows where it is redirected. Says whether any of the answers was a replay.
+    /// Sends a request and follows where it is redirected.
     async fn hops(
         &self,
         transport: &mut impl Transport,
         mut request: Request,
         mut keyed: bool,
-    ) -> Result<(Response, bool), Lost> {
-        let (mut replayed, mut done) = (false, false);
+    ) -> Result<(Response, Led), Lost> {
+        let mut led = Led::default();
         for hops in 0.. {
             let (method, url) = (request.method().clone(), request.url().clone());
             let again = request.try_clone();
             let without_body = bare(&request);
-            let response = transport.send(request).await.map_err(|lost| lost.after(done))?;
-            replayed |= is_replay(response.headers());
+            let response = transport.send(request).await.map_err(|lost| lost.after(led))?;
+            led.replayed |= is_replay(response.headers());
             let location = response.headers().get(http::header::LOCATION).and_then(|url| url.to_str().ok());
             let from = Redirected { method: &method, url: &url, keyed };
             let hop = redirect::follow(&from, response.status(), location).filter(|_| hops < REDIRECTS_MAX);
@@ -196,9 +221,9 @@ impl Sender {
                 Some(hop) => again.map(|again| (again, hop)),
                 None => None,
             };
-            let Some((next, hop)) = next else { return Ok((response, replayed)) };
+            let Some((next, hop)) = next else { return Ok((response, led)) };
             keyed &= !hop.to_result;
-            done |= hop.to_result;
+            led.to_result |= hop.to_result;
             request = self.redirected(next, hop);
         }
         unreachable!("the hops are counted")
@@ -229,9 +254,9 @@ impl Sender {
         request
     }
 
-    async fn read(&self, response: Response, replayed: bool, gather: bool) -> Result<Reply, Lost> {
-        // Nothing beyond has a meaning in HTTP.
-        if response.status().as_u16() > 599 {
+    async fn read(&self, response: Response, led: Led, gather: bool) -> Result<Reply, Lost> {
+        // An interim status ends nothing, and nothing beyond has a meaning in HTTP.
+        if !(200..=599).contains(&response.status().as_u16()) {
             return Err(Lost {
                 loss: Loss::Broken,
                 source: Some("the answer's status is not one of HTTP".into()),
@@ -241,7 +266,8 @@ impl Sender {
             return Ok(Reply::Arriving(response));
         }
         let mut answer = Answer::gather(response, self.settings.answer_body_bytes_max).await?;
-        answer.receipt.replayed |= replayed;
+        answer.receipt.replayed |= led.replayed;
+        answer.arrived.result = led.to_result;
         Ok(Reply::Whole(answer))
     }
 
@@ -257,7 +283,7 @@ impl Sender {
         given: Option<&Key>,
         keyless: bool,
     ) -> Result<Frozen, Error> {
-        let started = Instant::now();
+        let started = Started::now();
         let name = &self.settings.key_header;
         let mut key = key::of(request.headers(), name).map_err(Error::Key)?;
         if key.is_none() && !keyless {
@@ -300,12 +326,24 @@ fn bare(request: &Request) -> Request {
     bare
 }
 
+/// What redirects came before an answer.
+#[derive(Clone, Copy, Debug, Default)]
+struct Led {
+    /// One of them was a replay.
+    replayed: bool,
+    /// One of them led to the result of work that was done.
+    to_result: bool,
+}
+
 impl Lost {
     /// Once a redirect led to the result of work that was done, a failure no longer means that nothing was sent.
-    fn after(mut self, done: bool) -> Self {
-        if done && self.loss == Loss::NotConnected {
-            self.loss = Loss::Broken;
-        }
+    fn after(mut self, led: Led) -> Self {
+        self.loss = match self.loss {
+            Loss::NotConnected if led.to_result => Loss::Broken,
+            // No further attempt, and yet the work may be done.
+            Loss::NotSendable if led.to_result => Loss::Foreign,
+            loss => loss,
+        };
         self
     }
 }
@@ -324,9 +362,7 @@ impl From<Unread> for Lost {
 struct Called {
     key: Option<Key>,
     attempts: u32,
-    /// Whether the attempts before the last may have done the work.
-    before: Work,
-    /// The same of all.
+    /// Whether any of the attempts may have done the work.
     work: Work,
 }
 
@@ -381,7 +417,7 @@ impl Answer {
     fn came_of(&mut self, call: Called) {
         self.receipt.key = call.key;
         self.receipt.attempts = call.attempts;
-        self.arrived.work_before = call.before;
+        self.arrived.work = call.work;
     }
 }
 
@@ -412,4 +448,45 @@ fn jitter() -> f64 {
     // Without randomness there is no jitter, and the call goes on.
     let _ = getrandom::fill(&mut bytes);
     f64::from(u32::from_be_bytes(bytes)) / f64::from(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_time_is_left_once_the_server_may_have_forgotten_the_key() {
+        const HOUR: Duration = Duration::from_secs(3_600);
+        let (settings, start) = (Settings::default(), Started::now());
+        let left = |ran: Duration, slept: Duration| {
+            let now = Started { at: start.at + ran, on_the_wall: start.on_the_wall + ran + slept };
+            start.left(&settings, now).as_secs()
+        };
+        let second = Duration::from_secs(1);
+        assert_eq!(left(Duration::ZERO, Duration::ZERO), 60);
+        assert_eq!(left(second, HOUR), 59, "a nap is no reason to stop");
+        assert_eq!(left(second, 24 * HOUR), 0);
+        assert_eq!(left(61 * second, Duration::ZERO), 0);
+        // A clock that was set back says nothing.
+        let back = Started { at: start.at + second, on_the_wall: start.on_the_wall - HOUR };
+        assert_eq!(start.left(&settings, back).as_secs(), 59);
+    }
+
+    #[test]
+    fn after_a_303_no_failure_means_that_nothing_was_done() {
+        let led = Led { to_result: true, ..Led::default() };
+        for loss in [
+            Loss::NotConnected,
+            Loss::TimedOut,
+            Loss::Broken,
+            Loss::TooLarge,
+            Loss::NotSendable,
+            Loss::Foreign,
+        ] {
+            let lost = Lost { loss, source: None }.after(led);
+            assert_eq!(decide::work(Attempt::Lost(lost.loss)), Work::MayBeDone, "{loss:?}");
+            let alone = Lost { loss, source: None }.after(Led::default());
+            assert_eq!(alone.loss, loss);
+        }
+    }
 }

@@ -125,7 +125,11 @@ async fn resume_sends_what_is_unfinished_with_its_key_and_records_the_answer() {
     let resumed = desk.client().await.resume(&HeaderMap::new()).await.unwrap();
     let [Resumed { intent, key, outcome: Ok(answer), .. }] = &resumed[..] else { panic!("{resumed:?}") };
     assert_eq!((&**intent, answer.status.as_u16(), &*answer.body), ("order-4711", 201, &b"paid"[..]));
-    assert_eq!(server.assert_one_operation(), key.as_str(), "the same bytes on the wire, header lines too");
+    assert_eq!(
+        server.assert_one_operation(),
+        key.as_ref().unwrap().as_str(),
+        "the same bytes on the wire, header lines too"
+    );
     assert_eq!(server.requests().len(), 3);
     // There is nothing more to resume, and the intent has its answer.
     assert!(desk.client().await.resume(&HeaderMap::new()).await.unwrap().is_empty());
@@ -241,6 +245,146 @@ async fn an_answer_that_is_not_the_last_word_is_not_recorded() {
     let client = desk.client().await;
     assert!(matches!(order(&client, &server).send().await, Err(Error::Refused(_))));
     assert_eq!(order(&client, &server).send().await.unwrap().status, 201);
+}
+
+#[tokio::test]
+async fn what_may_have_been_done_is_never_taken_back() {
+    // A server that says not to retry does not say that nothing was done.
+    let failed = Step::Work(answer("500 Oh", "stripe-should-retry: false\r\n", ""));
+    // The work was done when the 303 came; its result wants a token that stays behind.
+    let denied = Server::start([Step::Say(answer("401 Unauthorized", "", ""))]);
+    let see = |more: &str| {
+        Step::Work(answer("303 See Other", &format!("location: {}\r\n{more}", denied.url()), ""))
+    };
+    for said in [failed, see(""), see("idempotent-replayed: true\r\n")] {
+        let (desk, server) = (Desk::new(), Server::start([said.clone(), Step::Work(replayed())]));
+        order(&desk.client().await, &server).send().await.unwrap();
+        let entries = desk.journal().await.entries().await.unwrap();
+        assert_eq!((entries.len(), entries[0].answered), (1, None), "{said:?}: {entries:?}");
+        // Once the server has forgotten its key, it is not sent again.
+        desk.sql("UPDATE intents SET created_at = created_at - 86400000").await;
+        let error = order(&desk.client().await, &server).send().await.unwrap_err();
+        assert!(matches!(error, Error::Unknown { .. }), "{said:?}: {error:?}");
+        assert_eq!(server.requests().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn an_intent_that_was_sent_before_is_never_said_not_to_be_done() {
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    die_waiting(&desk.client().await, &server).await;
+    desk.sql("UPDATE intents SET url = 'http://127.0.0.1:9/payments'").await;
+    let mut settings = quick();
+    settings.deadline = Duration::from_millis(200);
+    for _ in 0..2 {
+        let client = desk.client_with(settings.clone(), JournalOptions::default()).await;
+        let resumed = client.resume(&HeaderMap::new()).await.unwrap();
+        let [Resumed { outcome: Err(error), .. }] = &resumed[..] else { panic!("{resumed:?}") };
+        assert_eq!(error.work(), Work::MayBeDone, "the host is gone, what it has done is not: {error}");
+        let said = desk.journal().await.entries().await.unwrap()[0].last_error.clone().unwrap();
+        assert!(said.contains("may have been done"), "{said}");
+    }
+    let refused = Server::start([Step::Say(refusal("401 Unauthorized", "caller-unverified", ""))]);
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    die_waiting(&desk.client().await, &server).await;
+    let url: &'static str =
+        Box::leak(format!("UPDATE intents SET url = '{}'", refused.url()).into_boxed_str());
+    desk.sql(url).await;
+    let resumed = desk.client().await.resume(&HeaderMap::new()).await.unwrap();
+    assert_eq!(resumed[0].outcome.as_ref().unwrap_err().work(), Work::MayBeDone);
+}
+
+#[tokio::test]
+async fn an_intent_of_which_nothing_was_ever_sent_is_not_in_doubt() {
+    let desk = Desk::new();
+    let mut settings = quick();
+    settings.deadline = Duration::from_millis(200);
+    for _ in 0..3 {
+        let client = desk.client_with(settings.clone(), JournalOptions::default()).await;
+        let error = client.post("http://127.0.0.1:9/").intent("order-4711").send().await.unwrap_err();
+        assert_eq!(error.work(), Work::NotDone, "{error}");
+    }
+    // So that another token may be tried, it is taken back.
+    let denied = Server::start([Step::Say(answer("401 Unauthorized", "", "")), Step::Work(created())]);
+    let url: &'static str =
+        Box::leak(format!("UPDATE intents SET url = '{}'", denied.url()).into_boxed_str());
+    desk.sql(url).await;
+    let client = desk.client().await;
+    let send = |token: &'static str| {
+        client.post(denied.url()).intent("order-4711").header("authorization", token).send()
+    };
+    assert_eq!(send("old").await.unwrap().status, 401);
+    assert_eq!(desk.journal().await.entries().await.unwrap(), []);
+    assert_eq!(send("new").await.unwrap().status, 201);
+    assert_eq!(denied.requests()[1].lines("authorization"), ["new"]);
+}
+
+#[tokio::test]
+async fn work_that_was_done_and_its_answer_not_kept_is_finished() {
+    let not_kept = refusal("409 Conflict", "response-not-kept", r#", "original_status": 201"#);
+    let (desk, server) = (Desk::new(), Server::start([Step::WorkAndDrop, Step::Say(not_kept)]));
+    for _ in 0..3 {
+        let error = order(&desk.client().await, &server).send().await.unwrap_err();
+        assert_eq!(error.work(), Work::Done);
+        assert!(error.to_string().contains("the work was done"), "{error}");
+        let Error::Refused(refused) = error else { panic!("{error:?}") };
+        assert_eq!((&*refused.code, refused.original_status), ("response-not-kept", Some(201)));
+    }
+    assert!(desk.client().await.resume(&HeaderMap::new()).await.unwrap().is_empty());
+    assert_eq!(server.requests().len(), 2);
+    assert!(desk.journal().await.entries().await.unwrap()[0].answered.is_some());
+}
+
+#[tokio::test]
+async fn the_key_is_kept_whatever_is_kept_out() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
+    let mut options = JournalOptions::default();
+    options.keep_out = vec![onlyonce_client::IDEMPOTENCY_KEY];
+    let client = desk.client_with(quick(), options.clone()).await;
+    let sending = tokio::spawn(order(&client, &server).key(Key::new("own").unwrap()).send());
+    while server.requests().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    sending.abort();
+    let client = desk.client_with(quick(), options).await;
+    order(&client, &server).send().await.unwrap();
+    assert_eq!(server.assert_one_operation(), "own");
+}
+
+#[tokio::test]
+async fn an_unfinished_intent_that_cannot_be_read_is_not_passed_over() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
+    let client = desk.client().await;
+    die_waiting(&client, &server).await;
+    desk.sql("UPDATE intents SET request_head = x'00'").await;
+    for _ in 0..2 {
+        let resumed = client.resume(&HeaderMap::new()).await.unwrap();
+        let [Resumed { intent, outcome: Err(error), .. }] = &resumed[..] else { panic!("{resumed:?}") };
+        assert_eq!((&**intent, error.work()), ("order-4711", Work::MayBeDone), "{error}");
+        let error = order(&client, &server).send().await.unwrap_err();
+        assert!(matches!(error, Error::Journal(JournalError::Damaged(_))), "{error:?}");
+    }
+    assert_eq!(server.requests().len(), 1);
+}
+
+#[tokio::test]
+async fn a_disk_that_is_full_sends_nothing_and_hides_no_answer() {
+    let (desk, server) = (Desk::new(), Server::start([Step::Work(created())]));
+    let client = desk.client().await;
+    desk.sql("CREATE TRIGGER no_answer BEFORE UPDATE OF answered_at ON intents BEGIN SELECT RAISE(FAIL, 'full'); END")
+        .await;
+    let first = order(&client, &server).send().await.unwrap();
+    assert_eq!((first.status.as_u16(), first.receipt.recorded), (201, false), "the answer is the caller's");
+    assert!(desk.journal().await.entries().await.unwrap()[0].answered.is_none());
+    desk.sql("CREATE TRIGGER no_intent BEFORE INSERT ON intents BEGIN SELECT RAISE(FAIL, 'full'); END").await;
+    let error = client.post(server.url()).intent("2").send().await.unwrap_err();
+    assert!(matches!(error, Error::Journal(JournalError::Failed(_))), "{error:?}");
+    assert_eq!(server.requests().len(), 1);
+    // With room again, the server gives the answer again.
+    desk.sql("DROP TRIGGER no_answer").await;
+    order(&client, &server).send().await.unwrap();
+    assert!(order(&client, &server).send().await.unwrap().receipt.recorded);
+    server.assert_one_operation();
 }
 
 #[tokio::test]

@@ -14,6 +14,9 @@ use onlyonce_client::{
 use reqwest_middleware::{ClientWithMiddleware, Middleware, Next};
 use support::{Server, Step, answer, created, faults, quick, refusal, replayed};
 
+/// Where nobody listens. A port that was free a moment ago may be another test's by now.
+const NOBODY: &str = "http://127.0.0.1:9/";
+
 fn client() -> Client {
     Client::new(quick()).unwrap()
 }
@@ -110,13 +113,12 @@ async fn the_deadline_ends_a_call_and_the_key_goes_on() {
 
 #[tokio::test]
 async fn nothing_reached_means_nothing_done() {
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut settings = quick();
     settings.deadline = Duration::from_millis(900);
     settings.backoff_first = Duration::from_millis(100);
     settings.backoff_max = Duration::from_secs(10);
     let client = Client::new(settings).unwrap();
-    let error = client.post(format!("http://{nobody}/")).send().await.unwrap_err();
+    let error = client.post(NOBODY).send().await.unwrap_err();
     assert_eq!(error.work(), Work::NotDone);
     let gave_up = gave_up(error);
     assert_eq!(gave_up.because, Because::Deadline);
@@ -489,6 +491,53 @@ async fn a_redirect_that_turns_a_post_into_a_get_is_not_followed() {
     let server = Server::start([Step::Say(answer("302 Found", "location: /list\r\n", ""))]);
     assert_eq!(client().get(server.url()).send().await.unwrap().status, 302);
     assert_eq!(server.requests().len(), 11);
+}
+
+/// The work was done when the 303 came: whatever its result is answered with says nothing about it.
+#[tokio::test]
+async fn after_a_303_the_work_may_be_done_whatever_comes_then() {
+    let denied = Server::start([Step::Say(answer_of("401 Unauthorized"))]);
+    let unverified = Server::start([Step::Say(refusal("401 Unauthorized", "caller-unverified", ""))]);
+    for to in [NOBODY.to_owned(), denied.url(), unverified.url()] {
+        let see = answer("303 See Other", &format!("location: {to}\r\nidempotent-replayed: true\r\n"), "");
+        let home = Server::start([Step::Work(see)]);
+        let mut settings = quick();
+        settings.deadline = Duration::from_millis(1_500);
+        match Client::new(settings).unwrap().post(home.url()).body("amount=10").send().await {
+            Ok(answered) => assert_eq!(answered.status, 401, "{to}"),
+            Err(error) => assert_eq!(error.work(), Work::MayBeDone, "{to}: {error}"),
+        }
+        home.assert_one_operation();
+    }
+}
+
+#[tokio::test]
+async fn an_interim_status_is_no_answer() {
+    let odd = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: odd\r\n\r\n";
+    let server = Server::start([Step::WorkAndCut(odd.into()), Step::Work(replayed())]);
+    let answer = client().post(server.url()).body("amount=10").send().await.unwrap();
+    assert_eq!((answer.status.as_u16(), answer.receipt.attempts), (201, 2));
+    server.assert_one_operation();
+}
+
+#[tokio::test]
+async fn what_passes_by_itself_is_tried_again_and_nothing_was_done() {
+    for said in [
+        refusal("503 Service Unavailable", "not-committed", ""),
+        refusal("503 Service Unavailable", "caller-unverified", ""),
+        refusal("503 Service Unavailable", "store-unavailable", ""),
+        refusal("502 Bad Gateway", "upstream-unreachable", ""),
+        refusal("408 Request Timeout", "request-too-slow", ""),
+    ] {
+        let server = Server::start([Step::Say(said.clone()), Step::Work(created())]);
+        let answer = client().post(server.url()).body("amount=10").send().await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.receipt.attempts), (201, 2), "{said}");
+        let server = Server::start([Step::Say(said.clone())]);
+        let mut settings = quick();
+        settings.deadline = Duration::from_millis(300);
+        let error = Client::new(settings).unwrap().post(server.url()).send().await.unwrap_err();
+        assert_eq!(error.work(), Work::NotDone, "{said}: {error}");
+    }
 }
 
 /// A body that can be read once.
