@@ -9,6 +9,7 @@ mod ended;
 mod nested;
 mod shop;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, StatusCode};
@@ -18,6 +19,7 @@ use onlyonce::{Config, Execution, Failure, OnlyonceLayer, Settings, Transactiona
 use onlyonce_core::Transactional;
 use onlyonce_testkit::{Postgres, Proxy};
 use sqlx::postgres::PgConnectOptions;
+use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tower::{Layer, Service, ServiceExt};
@@ -460,7 +462,9 @@ async fn a_handler_that_may_runs_again_after_a_serialization_failure() {
     for reruns in [0, 8] {
         let store = shop.with_options(url.parse::<PgConnectOptions>().unwrap(), 8).await;
         let layer = TransactionalLayer::new(store, config()).unwrap().reruns(reruns);
-        let counter = Counter::behind(&layer, |request, run| {
+        let everybody_has_read = Arc::new(Barrier::new(4));
+        let counter = Counter::behind(&layer, move |request, run| {
+            let everybody_has_read = Arc::clone(&everybody_has_read);
             Box::pin(async move {
                 let key = key_of(&request);
                 let mut tx =
@@ -468,7 +472,9 @@ async fn a_handler_that_may_runs_again_after_a_serialization_failure() {
                 let work = async {
                     let count: i64 =
                         sqlx::query_scalar("SELECT count(*) FROM notes").fetch_one(&mut **tx).await?;
-                    sleep(Duration::from_millis(100)).await;
+                    if run <= 4 {
+                        everybody_has_read.wait().await;
+                    }
                     sqlx::query("INSERT INTO notes VALUES ($1)").bind(key).execute(&mut **tx).await?;
                     Ok::<_, sqlx::Error>(count)
                 };
