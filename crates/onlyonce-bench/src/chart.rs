@@ -1,9 +1,9 @@
 //! Answers a second as a picture: a panel for each title, a group for each number of connections, a bar for each
-//! lane, and a line from its lowest round to its highest.
+//! guarded lane, and a line from its lowest round to its highest.
 
 use std::fmt::Write as _;
 
-use crate::http::Measured;
+use crate::http::{Contestant, Measured};
 use crate::report::{name, titles, whole};
 
 const PANEL_WIDTH: f64 = 560.0;
@@ -13,7 +13,9 @@ const PLOT_TOP: f64 = 62.0;
 const PLOT_WIDTH: f64 = 476.0;
 const PLOT_HEIGHT: f64 = 190.0;
 const PANELS_ACROSS: usize = 2;
-/// How much of a group's width its bars take.
+const LEGEND_WIDTH: f64 = 119.0;
+const BAR_WIDTH_MAX: f64 = 44.0;
+/// How much of a group's width its bars take at most.
 const FILLED: f64 = 0.8;
 const GRID_LINES: u32 = 4;
 
@@ -32,7 +34,9 @@ pub(crate) fn svg(lanes: &[Measured]) -> String {
     for (number, title) in titles.into_iter().enumerate() {
         let (across, down) = (number % PANELS_ACROSS, number / PANELS_ACROSS);
         let (x, y) = (PANEL_WIDTH * across as f64, PANEL_HEIGHT * down as f64);
-        let of_title: Vec<&Measured> = lanes.iter().filter(|lane| lane.title == title).collect();
+        // The unguarded application would dwarf those that are compared.
+        let shown = |lane: &&Measured| lane.title == title && lane.lane.who != Contestant::Bare;
+        let of_title: Vec<&Measured> = lanes.iter().filter(shown).collect();
         let _ = writeln!(svg, "<g transform=\"translate({x} {y})\">");
         panel(&mut svg, title, &of_title);
         svg += "</g>\n";
@@ -62,7 +66,7 @@ fn panel(svg: &mut String, title: &str, lanes: &[&Measured]) {
     }
     let names = each_once(lanes.iter().map(|lane| name(lane)));
     for (number, name) in names.iter().enumerate() {
-        let (x, colour) = (PLOT_LEFT + 110.0 * number as f64, COLOURS[number % COLOURS.len()]);
+        let (x, colour) = (PLOT_LEFT + LEGEND_WIDTH * number as f64, COLOURS[number % COLOURS.len()]);
         let _ = writeln!(
             svg,
             "<rect x=\"{x}\" y=\"36\" width=\"10\" height=\"10\" fill=\"{colour}\"/>\
@@ -72,7 +76,7 @@ fn panel(svg: &mut String, title: &str, lanes: &[&Measured]) {
     }
     let groups = each_once(lanes.iter().map(|lane| lane.connections));
     let group_width = PLOT_WIDTH / groups.len() as f64;
-    let bar_width = group_width * FILLED / names.len() as f64;
+    let bar_width = (group_width * FILLED / names.len() as f64).min(BAR_WIDTH_MAX);
     for (number, connections) in groups.iter().enumerate() {
         let left = PLOT_LEFT + group_width * number as f64;
         let plural = if *connections == 1 { "" } else { "s" };
@@ -85,7 +89,7 @@ fn panel(svg: &mut String, title: &str, lanes: &[&Measured]) {
         );
         for lane in lanes.iter().filter(|lane| lane.connections == *connections) {
             let Some(place) = names.iter().position(|other| *other == name(lane)) else { continue };
-            let x = left + group_width * (1.0 - FILLED) / 2.0 + bar_width * place as f64;
+            let x = left + (group_width - bar_width * names.len() as f64) / 2.0 + bar_width * place as f64;
             bar(svg, lane, x, bar_width, y, COLOURS[place % COLOURS.len()]);
         }
     }

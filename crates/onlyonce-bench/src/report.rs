@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::bars::Bar;
-use crate::http::{Cpu, Measured};
+use crate::http::{Contestant, Cpu, Measured};
 use crate::load::Workload;
 use crate::machine::Machine;
 use crate::memory::Memory;
@@ -22,7 +22,7 @@ pub(crate) struct Results {
 pub(crate) fn line(lane: &Measured) -> String {
     let Measured { per_second, p50, p99, cpu, .. } = lane;
     format!(
-        "{:<21} {:>8}/s ({}..{})  p50 {}  p99 {}  CPU {:.0} µs  cores: {}",
+        "{:<16} {:>8}/s ({}..{})  p50 {}  p99 {}  CPU {:.0} µs  cores: {}",
         name(lane),
         whole(per_second.median),
         whole(per_second.min),
@@ -66,7 +66,7 @@ Medians of the rounds, and the lowest and highest round in brackets. `×` is the
 first line of the same connections. Cores are those that were busy in the middle round: of the load generator, the
 server that is compared, the bare application behind it, Postgres, and whatever else ran on the machine. SQLite is a
 part of its server. The CPU time for one answer is that of the server and all behind it. The load generator is a closed loop: each connection sends its next request when the answer to the
-last one has arrived.
+last one has arrived. The proxies' replays are from SQLite.
 ";
 
 const COLUMNS: &str = "| connections | | answers/s | × | p50 | p99 | CPU µs for one | cores: generator | server | upstream | Postgres | others |\n\
@@ -85,11 +85,12 @@ pub(crate) fn titles(lanes: &[Measured]) -> Vec<&str> {
 
 /// Who it is, and what was asked of it where that is not what the title says.
 pub(crate) fn name(lane: &Measured) -> String {
-    let proxies = lane.title.starts_with("proxies");
-    match lane.lane.workload {
-        Workload::Unguarded => format!("{} unguarded", lane.lane.who),
-        workload if proxies => format!("{} {workload} ({})", lane.lane.who, lane.lane.database),
-        _ => lane.lane.who.to_string(),
+    match (lane.lane.who, lane.lane.workload) {
+        (Contestant::Proxy, Workload::Unguarded) => "proxy, unguarded".to_owned(),
+        (Contestant::Proxy, Workload::Replay) if lane.title.starts_with("proxies") => {
+            "proxy, replays".to_owned()
+        }
+        (who, _) => who.to_string(),
     }
 }
 
