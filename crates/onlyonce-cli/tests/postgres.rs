@@ -72,7 +72,7 @@ fn a_copy_that_waits_on_another_instance_is_answered_soon_after_the_first() {
             // Not in step with the pauses between two looks.
             let first = post(&key).order(&format!("before={}", 700 + 37 * round)).start(&one);
             until("the first runs", || upstream.received() == round + 1);
-            let (key, two) = (key.clone(), two.addr);
+            let two = two.addr;
             let copy = thread::spawn(move || (post(&key).send_to(two), Instant::now()));
             let first = first.join().unwrap();
             let first_at = Instant::now();
