@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -213,7 +214,8 @@ impl Cli {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) => {
                 if let Some(message) = &failure.message {
-                    eprintln!("onlyonce: {message}");
+                    // The exit code counts, whether or not somebody reads this.
+                    let _ = writeln!(std::io::stderr(), "onlyonce: {message}");
                 }
                 ExitCode::from(failure.code)
             }

@@ -1,6 +1,6 @@
 //! `onlyonce send`: one request from a shell, sent with one key until its outcome is known.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
@@ -99,7 +99,7 @@ Exit codes:
   0  answered with 2xx
   1  answered with another status, or failed and the work was not done
   2  wrong usage; nothing was sent
-  3  the work may have been done: run the same again, or --resume. An intent that is older than the server's
+  3  the work was or may have been done: run the same again, or --resume. An intent that is older than the server's
      memory (--retention) is not sent again: find out whether it happened, then --forget it";
 
 /// Does what was asked.
@@ -108,7 +108,11 @@ Exit codes:
 /// With the exit code that the command documents.
 pub async fn run(args: SendArgs, out: &mut impl Write) -> Result<(), Failure> {
     if args.list || args.purge || args.forget.is_some() {
-        return look_after(&args, &open(&args).await?, out).await;
+        return look_after(&args, out).await.map_err(|failure| match failure.code {
+            // Nothing was to be sent.
+            UNSETTLED => Failure { code: FAILED, ..failure },
+            _ => failure,
+        });
     }
     let client = client(&args)?;
     if args.resume {
@@ -120,10 +124,11 @@ pub async fn run(args: SendArgs, out: &mut impl Write) -> Result<(), Failure> {
     match call.send().await {
         Ok(answer) => report(&args, &answer, out),
         Err(error) => {
-            if args.json {
-                writeln!(out, "{}", failed(&error, args.intent.as_deref()))?;
-            }
-            Err(error.into())
+            let written = match args.json {
+                true => say(out, &failed(&error, args.intent.as_deref())),
+                false => Ok(()),
+            };
+            told(written, Err(error.into()))
         }
     }
 }
@@ -163,14 +168,35 @@ fn key(text: &str) -> Result<Key, String> {
 
 /// Prints the answer, and fails unless it is a success.
 fn report(args: &SendArgs, answer: &Answer, out: &mut impl Write) -> Result<(), Failure> {
-    if args.json {
-        writeln!(out, "{}", answered(answer, args.intent.as_deref()))?;
-    } else {
-        out.write_all(&answer.body)?;
+    let written = match args.json {
+        true => say(out, &answered(answer, args.intent.as_deref())),
+        false => out.write_all(&answer.body).and_then(|()| out.flush()),
+    };
+    note(&summary(answer));
+    told(written, verdict(answer))
+}
+
+fn say(out: &mut impl Write, value: &Value) -> io::Result<()> {
+    writeln!(out, "{value}")?;
+    out.flush()
+}
+
+/// To standard error, whether or not somebody reads it: what happened is not changed by that.
+fn note(said: &str) {
+    let _ = writeln!(io::stderr(), "onlyonce: {said}");
+}
+
+/// The verdict, whether or not somebody reads the output. One that could not be written is not known.
+fn told(written: io::Result<()>, verdict: Result<(), Failure>) -> Result<(), Failure> {
+    match written {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            let said = verdict.err().and_then(|failure| failure.message).map(|said| format!("{said}; "));
+            let said = said.unwrap_or_default();
+            let message = format!("{said}the output cannot be written: {error}");
+            Err(Failure { code: UNSETTLED, message: Some(message) })
+        }
+        _ => verdict,
     }
-    out.flush()?;
-    eprintln!("onlyonce: {}", summary(answer));
-    verdict(answer)
 }
 
 fn verdict(answer: &Answer) -> Result<(), Failure> {
@@ -240,6 +266,7 @@ async fn resume(args: &SendArgs, client: &Client, out: &mut impl Write) -> Resul
     let resumed = client.resume(&supplied).await?;
     let mut worst = 0;
     let mut lines = Vec::new();
+    let mut written = Ok(());
     for intent in &resumed {
         let name = &intent.intent;
         let (line, code, said) = match &intent.outcome {
@@ -252,18 +279,19 @@ async fn resume(args: &SendArgs, client: &Client, out: &mut impl Write) -> Resul
         worst = worst.max(code);
         lines.push(line);
         if !args.json {
-            writeln!(out, "{name}: {said}")?;
+            written = written.and_then(|()| writeln!(out, "{}: {}", plain(name), plain(&said)));
         }
     }
     if args.json {
-        writeln!(out, "{}", Value::Array(lines))?;
+        written = say(out, &Value::Array(lines));
     } else if resumed.is_empty() {
-        eprintln!("onlyonce: nothing is unfinished");
+        note("nothing is unfinished");
     }
-    if worst == 0 { Ok(()) } else { Err(Failure { code: worst, message: None }) }
+    told(written, if worst == 0 { Ok(()) } else { Err(Failure { code: worst, message: None }) })
 }
 
-async fn look_after(args: &SendArgs, journal: &Journal, out: &mut impl Write) -> Result<(), Failure> {
+async fn look_after(args: &SendArgs, out: &mut impl Write) -> Result<(), Failure> {
+    let journal = open(args).await?;
     if let Some(intent) = &args.forget {
         return match journal.forget(intent).await? {
             true => Ok(()),
@@ -284,10 +312,11 @@ async fn look_after(args: &SendArgs, journal: &Journal, out: &mut impl Write) ->
     for entry in &entries {
         let state = state(entry, args.retention);
         let status = entry.answered.map(|(_, status)| format!(" {status}")).unwrap_or_default();
-        let (at, Entry { intent, method, url, .. }) = (rfc3339(entry.created_at), entry);
+        let (at, Entry { method, url, .. }) = (rfc3339(entry.created_at), entry);
+        let intent = plain(&entry.intent);
         writeln!(out, "{at}  {:<14}  {intent}  {method} {url}", format!("{state}{status}"))?;
         if let Some(error) = &entry.last_error {
-            writeln!(out, "    {error}")?;
+            writeln!(out, "    {}", plain(error))?;
         }
     }
     Ok(())
@@ -307,6 +336,16 @@ fn row(entry: &Entry, retention: Duration) -> Value {
         "last_error": entry.last_error,
         "bytes": entry.bytes,
     })
+}
+
+/// In one line, and without what a terminal would obey: some of it are a server's words.
+fn plain(text: &str) -> String {
+    text.chars()
+        .flat_map(|char| {
+            let escaped = char.is_control().then(|| char.escape_default());
+            escaped.into_iter().flatten().chain((!char.is_control()).then_some(char))
+        })
+        .collect()
 }
 
 fn state(entry: &Entry, retention: Duration) -> &'static str {
@@ -360,7 +399,7 @@ fn code(error: &Error) -> u8 {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { code: code(&error), message: Some(error.to_string()) }
+        Self { code: code(&error), message: Some(plain(&error.to_string())) }
     }
 }
 

@@ -378,6 +378,116 @@ fn a_server_is_trusted_as_the_system_says_and_another_is_not_tried_again() {
     assert!(said.contains("after 1 attempt,") && said.contains("invalid peer certificate"), "{said}");
 }
 
+/// Nobody reads what it says, or there is no room for it: the exit code says what happened all the same.
+#[test]
+fn the_exit_code_does_not_depend_on_who_reads_the_output() {
+    let declined = server(Some("HTTP/1.1 402 Payment Required\r\ncontent-length: 8\r\n\r\ndeclined"));
+    let paid = server(Some("HTTP/1.1 201 Created\r\ncontent-length: 4\r\n\r\npaid"));
+    let busy = server(Some("HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nbusy"));
+    for json in [&[][..], &["--json"]] {
+        for (addr, code) in [(declined, 1), (paid, 0), (busy, 3)] {
+            let desk = Desk::new(addr);
+            let send = |stdout: Stdio, stderr: Stdio| {
+                let mut command = desk.order("order-4711", "");
+                command.args(["--deadline", "300ms"]).args(json).stdin(Stdio::null());
+                command.stdout(stdout).stderr(stderr).status().unwrap().code()
+            };
+            assert_eq!(send(unread(), unread()), Some(code), "{json:?}");
+            let full = || Stdio::from(std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap());
+            assert_eq!(
+                send(full(), Stdio::null()),
+                Some(3),
+                "what was paid and cannot be told is not failed"
+            );
+            let mut resume = desk.command(&["--resume", "--deadline", "300ms"]);
+            resume.args(json).stdin(Stdio::null()).stdout(unread()).stderr(unread());
+            assert_eq!(resume.status().unwrap().code(), Some(if code == 3 { 3 } else { 0 }), "{json:?}");
+        }
+    }
+}
+
+/// The end of a pipe whose other end is closed.
+fn unread() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+#[test]
+fn what_was_sent_before_is_never_said_to_have_failed() {
+    // It was sent, and then its host is gone.
+    let desk = Desk::new(server(None));
+    let child = start(desk.order("order-4711", ""));
+    until("it is written down", || desk.journal().exists() && !desk.list().is_empty());
+    thread::sleep(millis(300));
+    kill(child);
+    sql(&desk.journal(), "UPDATE intents SET url = 'http://127.0.0.1:9/payments'");
+    let output = run(desk.command(&["--resume", "--deadline", "300ms"]));
+    assert_code(&output, 3);
+    assert!(text(&output.stdout).contains("may have been done"), "{}", text(&output.stdout));
+
+    // It was sent, and then what was written down about it is damaged.
+    let damaged = format!("UPDATE intents SET request_head = x'00', url = '{}'", desk.url);
+    sql(&desk.journal(), damaged.leak());
+    for command in [desk.order("order-4711", ""), desk.command(&["--resume"])] {
+        let output = run(command);
+        assert_code(&output, 3);
+        assert!((text(&output.stdout) + &text(&output.stderr)).contains("damaged"));
+    }
+
+    // A result that was moved to a server that nobody trusts is still one of work that was done.
+    let untrusted = TlsServer::start();
+    let see = format!("HTTP/1.1 303 See Other\r\nlocation: {}\r\ncontent-length: 0\r\n\r\n", untrusted.url);
+    let desk = Desk::new(server(Some(see.leak())));
+    let mut wary = desk.order("order-4711", "");
+    wary.env_remove("SSL_CERT_FILE");
+    let output = run(wary);
+    assert_code(&output, 3);
+    assert!(text(&output.stderr).contains("the work may have been done"), "{}", text(&output.stderr));
+    assert_eq!(desk.list()[0]["state"], "unfinished");
+}
+
+#[test]
+fn a_servers_words_are_one_line_that_a_terminal_only_shows() {
+    let says = r#"{"type": "urn:onlyonce:problem:outcome-unknown", "detail": "a\u001b[2Jb\nforged"}"#;
+    let head = "HTTP/1.1 409 No\r\ncontent-type: application/problem+json";
+    let said = format!("{head}\r\ncontent-length: {}\r\n\r\n{says}", says.len());
+    let desk = Desk::new(server(Some(said.leak())));
+    let outputs = [run(desk.order("order\n4711", "")), run(desk.command(&["--resume"]))];
+    for output in outputs.into_iter().chain([run(desk.command(&["--list"]))]) {
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert!(said.contains("\\u{1b}[2Jb\\nforged") && !said.contains('\u{1b}'), "{said:?}");
+        assert!(!said.lines().any(|line| line.starts_with("forged") || line.starts_with("4711")), "{said:?}");
+    }
+}
+
+fn sql(journal: &Path, statement: &'static str) {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+        use sqlx::Connection;
+        let url = format!("sqlite:{}", journal.display());
+        let mut connection = sqlx::SqliteConnection::connect(&url).await.unwrap();
+        sqlx::query(statement).execute(&mut connection).await.unwrap();
+    });
+}
+
+#[test]
+fn a_file_that_changed_since_is_another_request() {
+    let upstream = Upstream::start();
+    let desk = Desk::new(upstream.addr);
+    let file = desk.folder.path().join("body");
+    let at_file = format!("@{}", file.display());
+    let send = |bytes: &[u8]| {
+        std::fs::write(&file, bytes).unwrap();
+        run(desk.command(&["POST", &desk.url, "--data", &at_file, "--intent", "order-4711", "--json"]))
+    };
+    assert_code(&send(b"amount=10 \xff"), 0);
+    let other = send(b"amount=10 \xfe");
+    assert_code(&other, 2);
+    assert_eq!(json(&other)["differs"], serde_json::json!(["body"]));
+    assert_eq!(json(&send(b"amount=10 \xff"))["recorded"], true);
+    assert_eq!(upstream.received(), 1);
+}
+
 #[test]
 fn the_journal_is_in_its_owners_state_folder_and_nobody_elses() {
     let upstream = Upstream::start();
