@@ -51,6 +51,8 @@ impl Client {
 
     /// A client on top of reqwest's, whose settings for redirects and retries are replaced.
     ///
+    /// Its default headers go along on every redirect, to another origin too. Set no credentials there.
+    ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_http(http: reqwest::ClientBuilder, settings: Settings) -> Result<Self, BuildError> {

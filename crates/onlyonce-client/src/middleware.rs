@@ -32,7 +32,8 @@ pub enum BuildError {
 /// to what is returned; this layer stays outermost, so that each attempt passes through the others.
 ///
 /// The settings of `http` for redirects and retries are replaced. reqwest would carry the key to another
-/// origin, and send a request again on its own.
+/// origin, and send a request again on its own. Its default headers go along on every redirect, to another
+/// origin too: set no credentials there.
 ///
 /// Every call is its own operation, and so is that of a cloned request. To make two calls one operation, give
 /// both the same key: in the `Idempotency-Key` header, or as a [`Key`] among the request's extensions. The

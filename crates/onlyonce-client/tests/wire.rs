@@ -4,6 +4,9 @@
 mod support;
 
 use std::collections::HashSet;
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use http::{Extensions, HeaderValue};
@@ -294,6 +297,65 @@ async fn a_stale_connection_is_no_second_sending() {
         assert!(server.requests().len() <= 2, "{:#?}", server.requests());
         assert!(server.effects().len() <= 1);
     }
+}
+
+/// In HTTP/2 a server can say that it did not look at a request, and libraries like to repeat it then.
+#[tokio::test]
+async fn a_stream_that_is_refused_is_no_second_sending_without_a_key() {
+    const REFUSED_STREAM: [u8; 4] = [0, 0, 0, 7];
+    let reset = |stream: [u8; 4]| frame(3, 0, stream, &REFUSED_STREAM);
+    let go_away = |_: [u8; 4]| frame(7, 0, [0; 4], &[0; 8]);
+    for says in [reset as fn([u8; 4]) -> Vec<u8>, go_away] {
+        let (addr, heads) = http2(says);
+        let mut settings = quick();
+        settings.deadline = Duration::from_millis(500);
+        let client = Client::with_http(http().unwrap().http2_prior_knowledge(), settings).unwrap();
+        let error = client.post(format!("http://{addr}/")).keyless().send().await.unwrap_err();
+        assert_eq!(gave_up(error).because, Because::NotRepeatable);
+        assert_eq!(heads.load(Ordering::SeqCst), 1);
+        client.post(format!("http://{addr}/")).send().await.unwrap_err();
+        assert!(heads.load(Ordering::SeqCst) > 2, "with a key it is repeated");
+    }
+}
+
+fn frame(kind: u8, flags: u8, stream: [u8; 4], payload: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(payload.len()).unwrap();
+    [&[0, 0, length, kind, flags], &stream[..], payload].concat()
+}
+
+/// Speaks as much HTTP/2 as it takes to answer every request with this, and counts the requests.
+fn http2(says: fn([u8; 4]) -> Vec<u8>) -> (std::net::SocketAddr, Arc<AtomicUsize>) {
+    const HEADERS: u8 = 1;
+    const SETTINGS: u8 = 4;
+    const ACK: u8 = 1;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (addr, heads) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let counted = Arc::clone(&heads);
+    let serve = move |mut stream: std::net::TcpStream| -> std::io::Result<()> {
+        stream.read_exact(&mut [0; 24])?;
+        stream.write_all(&frame(SETTINGS, 0, [0; 4], &[]))?;
+        loop {
+            let mut head = [0; 9];
+            stream.read_exact(&mut head)?;
+            let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+            stream.read_exact(&mut payload)?;
+            match (head[3], head[4] & ACK) {
+                (SETTINGS, 0) => stream.write_all(&frame(SETTINGS, ACK, [0; 4], &[]))?,
+                (HEADERS, _) => {
+                    counted.fetch_add(1, Ordering::SeqCst);
+                    stream.write_all(&says([head[5], head[6], head[7], head[8]]))?;
+                }
+                _ => {}
+            }
+        }
+    };
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let serve = serve.clone();
+            std::thread::spawn(move || serve(stream));
+        }
+    });
+    (addr, heads)
 }
 
 #[tokio::test]
