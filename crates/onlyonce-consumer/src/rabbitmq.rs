@@ -43,6 +43,7 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable, LongString, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{Acker, BasicProperties, Confirmation, Connection, ConnectionProperties, Consumer, ErrorKind};
+use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
 use crate::broker::{Broker, BrokerError, DeadLetter, Delivery, Subscription};
@@ -51,6 +52,10 @@ use crate::message::Message;
 /// How long a delivery is held at most before it is put back, on the local clock. Well below the 30 minutes after
 /// which a broker takes it for lost.
 pub const DELAY_MAX: Duration = Duration::from_secs(600);
+
+/// How long a delivery that was dropped is held before it goes back to its queue, so that one which fails at once does
+/// not go round as fast as it can.
+const DROPPED_DELAY: Duration = Duration::from_secs(5);
 
 /// The header of a dead letter that has the exchange it was published to; empty for the default one.
 pub const EXCHANGE: &str = "Onlyonce-Dead-Letter-Exchange";
@@ -204,13 +209,14 @@ impl Subscription for RabbitMqSubscription {
     }
 }
 
-/// A message on its channel.
+/// A message on its channel. Dropped unsettled, it goes back to its queue after a few seconds.
 #[derive(Debug)]
 pub struct RabbitMqDelivery {
     message: Message,
     properties: BasicProperties,
     exchange: ShortString,
-    acker: Acker,
+    /// `None` once it was settled, or nobody knows.
+    acker: Option<Acker>,
     link: Arc<Link>,
 }
 
@@ -225,7 +231,7 @@ impl RabbitMqDelivery {
             payload: Bytes::from(data),
             deliveries: deliveries(&properties, redelivered),
         };
-        Self { message, properties, exchange, acker, link }
+        Self { message, properties, exchange, acker: Some(acker), link }
     }
 
     async fn publish_dead(&self, letter: &DeadLetter) -> Result<Confirmation, lapin::Error> {
@@ -280,30 +286,21 @@ impl Delivery for RabbitMqDelivery {
         &self.message
     }
 
-    async fn acknowledge(self) -> Result<(), BrokerError> {
+    async fn acknowledge(mut self) -> Result<(), BrokerError> {
         let what = "acknowledge a message";
-        settled(what, in_time(what, self.acker.ack(BasicAckOptions::default())).await?)
+        let Some(acker) = self.acker.take() else { return Ok(()) };
+        settled(what, in_time(what, acker.ack(BasicAckOptions::default())).await?)
     }
 
     /// Returns at once; the delivery is held in the background. An error afterwards means that the connection is
     /// gone, and the broker has put it back itself.
-    async fn put_back(self, delay: Duration) -> Result<(), BrokerError> {
-        let what = "put a message back";
-        if !self.acker.usable() {
-            return Err(BrokerError::unavailable(format!("cannot {what}: its channel is closed")));
+    async fn put_back(mut self, delay: Duration) -> Result<(), BrokerError> {
+        let Some(acker) = self.acker.take() else { return Ok(()) };
+        if acker.usable() && !delay.is_zero() {
+            tokio::spawn(returned_after(delay.min(DELAY_MAX), acker));
+            return Ok(());
         }
-        if delay.is_zero() {
-            return settled(what, in_time(what, self.acker.nack(requeue())).await?);
-        }
-        let acker = self.acker;
-        tokio::spawn(async move {
-            sleep(delay.min(DELAY_MAX)).await;
-            let returned = in_time(what, acker.nack(requeue())).await;
-            if let Err(error) = returned.and_then(|answer| settled(what, answer)) {
-                tracing::debug!(%error, "the broker has put a message back itself");
-            }
-        });
-        Ok(())
+        returned(&acker).await
     }
 
     async fn dead_letter(self, letter: &DeadLetter) -> Result<(), BrokerError> {
@@ -326,8 +323,28 @@ impl Delivery for RabbitMqDelivery {
     }
 }
 
-fn requeue() -> BasicNackOptions {
-    BasicNackOptions { requeue: true, ..BasicNackOptions::default() }
+/// AMQP has no deadline: what nobody settles would stay in nobody's hands, and count towards the prefetch, for as long as
+/// the connection lives.
+impl Drop for RabbitMqDelivery {
+    fn drop(&mut self) {
+        let unsettled = self.acker.take().filter(Acker::usable);
+        if let (Some(acker), Ok(runtime)) = (unsettled, Handle::try_current()) {
+            runtime.spawn(returned_after(DROPPED_DELAY, acker));
+        }
+    }
+}
+
+async fn returned_after(delay: Duration, acker: Acker) {
+    sleep(delay).await;
+    if let Err(error) = returned(&acker).await {
+        tracing::debug!(%error, "the broker has put a message back itself");
+    }
+}
+
+async fn returned(acker: &Acker) -> Result<(), BrokerError> {
+    let what = "put a message back";
+    let requeue = BasicNackOptions { requeue: true, ..BasicNackOptions::default() };
+    settled(what, in_time(what, acker.nack(requeue)).await?)
 }
 
 /// A tag counts on its own channel only: after that is closed nothing is sent, and the answer is `false`.

@@ -12,7 +12,7 @@ use onlyonce_testkit::RabbitMq as Server;
 use tokio::sync::Mutex;
 use tokio::time::sleep;
 
-use crate::queue::{Dead, LONG, Queue, Sent, fresh_name, message, next, nothing, reason};
+use crate::queue::{Dead, LONG, Queue, Sent, ends, fresh_name, message, next, nothing, reason};
 use crate::storm::Storm;
 
 /// A queue, and a connection beside the adapter's.
@@ -263,9 +263,18 @@ async fn a_dead_letter_that_nobody_keeps_is_an_error_and_the_message_comes_again
         .unwrap();
     let error = delivery.dead_letter(&reason()).await.err().unwrap();
     assert!(error.to_string().contains(&name), "{error}");
-    drop(subscription);
-    let mut again = queue.subscribe(1).await;
-    assert_eq!(next(&mut again).await.message().id.as_deref(), Some("poison"));
+    // Although the connection lives.
+    assert_eq!(next(&mut subscription).await.message().id.as_deref(), Some("poison"));
+}
+
+/// The broker says so, and nothing else happens to the connection.
+#[tokio::test]
+async fn a_queue_that_is_deleted_ends_the_subscription() {
+    let queue = RabbitQueue::fresh().await;
+    let mut subscription = queue.subscribe(1).await;
+    let options = lapin::options::QueueDeleteOptions::default();
+    queue.channel().await.queue_delete(queue.name.as_str().into(), options).await.unwrap();
+    ends(&mut subscription).await;
 }
 
 #[tokio::test]

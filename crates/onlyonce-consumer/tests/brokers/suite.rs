@@ -24,6 +24,7 @@ macro_rules! suite {
                 a_wait_that_is_dropped_takes_no_message
                 a_cut_connection_ends_the_subscription_and_loses_nothing
                 a_dropped_subscription_gives_back_what_it_had
+                a_dropped_delivery_is_delivered_again
                 a_broker_that_is_away_is_no_refusal
             );
         }
@@ -226,6 +227,18 @@ pub(crate) async fn a_dropped_subscription_gives_back_what_it_had<Q: Queue>() {
     } else {
         assert_eq!(again, ["one"]);
     }
+}
+
+/// On the same subscription: whoever handled it has panicked, and nobody else will notice.
+pub(crate) async fn a_dropped_delivery_is_delivered_again<Q: Queue>() {
+    let queue = Q::fresh().await;
+    queue.publish(&message("one", "1")).await;
+    let mut subscription = queue.subscribe(1).await;
+    drop(next(&mut subscription).await);
+    let again = next(&mut subscription).await;
+    assert_eq!(again.message().id.as_deref(), Some("one"));
+    again.acknowledge().await.unwrap();
+    nothing(&mut subscription).await;
 }
 
 pub(crate) async fn a_broker_that_is_away_is_no_refusal<Q: Queue>() {
