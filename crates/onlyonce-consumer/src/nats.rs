@@ -25,8 +25,10 @@
 //!
 //! - The stream exists. So does the consumer, or it is made, to deliver all that the stream has.
 //! - The consumer is a durable pull consumer with explicit acknowledgements and without `max_deliver`: JetStream also counts
-//!   deliveries that never reached a handler, and what has reached its limit is lost without a word.
-//! - A stream covers the subject for dead letters, and the consumer does not consume it.
+//!   deliveries that never reached a handler, and what has reached its limit is lost without a word. It has no
+//!   `inactive_threshold`: one that is made again delivers all that the stream has once more.
+//! - A stream covers the subject for dead letters, confirms what it gets, keeps it whether or not somebody waits for it (its
+//!   `retention` is not `interest`), and the consumer does not consume it.
 //!
 //! A stream's `duplicate_window` only spares the broker messages that are published twice within it.
 
@@ -37,7 +39,7 @@ use std::time::Duration;
 
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamByNameErrorKind, GetStreamErrorKind};
-use async_nats::jetstream::stream::{ConsumerErrorKind, Stream};
+use async_nats::jetstream::stream::{self, ConsumerErrorKind, RetentionPolicy, Stream};
 use async_nats::jetstream::{self, AckKind, Context, ErrorCode};
 use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, HeaderMap, Request, ServerAddr};
 use bytes::Bytes;
@@ -151,7 +153,7 @@ impl Nats {
     async fn open(&self, prefetch: u16) -> Result<NatsSubscription, BrokerError> {
         let lost = CancellationToken::new();
         let context = jetstream::new(self.connect(&lost).await?);
-        let stream = self.stream(&context).await?;
+        let stream = stream(&context, &self.stream).await?;
         let horizon = Some(stream.cached_info().config.max_age).filter(|age| !age.is_zero());
         *self.horizon.lock().unwrap_or_else(PoisonError::into_inner) = horizon;
         let consumer = self.consumer(&stream).await?;
@@ -184,17 +186,6 @@ impl Nats {
                     | ConnectErrorKind::AuthorizationViolation
             );
             failed("cannot connect", refused, error)
-        })
-    }
-
-    async fn stream(&self, context: &Context) -> Result<Stream, BrokerError> {
-        context.get_stream(&self.stream).await.map_err(|error| {
-            let refused = match error.kind() {
-                GetStreamErrorKind::EmptyName | GetStreamErrorKind::InvalidStreamName => true,
-                GetStreamErrorKind::JetStream(error) => is_refusal(&error),
-                GetStreamErrorKind::Request => false,
-            };
-            failed(&format!("cannot read the stream {}", self.stream), refused, error)
         })
     }
 
@@ -246,6 +237,13 @@ impl Nats {
         if config.durable_name.is_none() {
             return Err("it is ephemeral and may vanish; it must be durable".to_owned());
         }
+        if !config.inactive_threshold.is_zero() {
+            let threshold = config.inactive_threshold;
+            return Err(format!(
+                "its inactive_threshold is {threshold:?}, after which it vanishes, and what was processed comes again; it \
+                 must be unset"
+            ));
+        }
         if config.ack_policy != AckPolicy::Explicit {
             return Err(format!("its ack_policy is {:?}; it must be Explicit", config.ack_policy));
         }
@@ -275,7 +273,7 @@ impl Nats {
             return Err(BrokerError::refused(format!("{what}: it must be one subject, without wildcards")));
         }
         let keeps = match context.stream_by_subject(dead.as_str()).await {
-            Ok(stream) => stream,
+            Ok(name) => stream(context, &name).await?,
             Err(error) if error.kind() == GetStreamByNameErrorKind::NotFound => {
                 return Err(BrokerError::refused(format!("{what}: no stream covers that subject")));
             }
@@ -284,9 +282,20 @@ impl Nats {
                 return Err(failed(&what, refused, error));
             }
         };
+        let stream::Config { name, retention, no_ack, .. } = &keeps.cached_info().config;
+        if *retention == RetentionPolicy::Interest {
+            return Err(BrokerError::refused(format!(
+                "{what}: the retention is Interest of the stream {name}: it drops what no consumer waits for"
+            )));
+        }
+        if *no_ack {
+            return Err(BrokerError::refused(format!(
+                "{what}: the stream {name} has no_ack, and never says that it has one"
+            )));
+        }
         let filters = filters(&consumer.config);
         let consumed = filters.is_empty() || filters.iter().any(|filter| covers(filter, dead));
-        if keeps == self.stream && consumed {
+        if *name == self.stream && consumed {
             return Err(BrokerError::refused(format!(
                 "{what}: the consumer {} consumes that subject, and would get them again",
                 self.consumer
@@ -317,6 +326,17 @@ impl fmt::Debug for Nats {
             .field("dead", &self.dead)
             .finish_non_exhaustive()
     }
+}
+
+async fn stream(context: &Context, name: &str) -> Result<Stream, BrokerError> {
+    context.get_stream(name).await.map_err(|error| {
+        let refused = match error.kind() {
+            GetStreamErrorKind::EmptyName | GetStreamErrorKind::InvalidStreamName => true,
+            GetStreamErrorKind::JetStream(error) => is_refusal(&error),
+            GetStreamErrorKind::Request => false,
+        };
+        failed(&format!("cannot read the stream {name}"), refused, error)
+    })
 }
 
 /// The subjects that a consumer is limited to; none if it gets all.
@@ -454,7 +474,8 @@ pub struct NatsDelivery {
     headers: HeaderMap,
     /// Where a settlement is sent to; its parts name this delivery.
     reply: String,
-    /// Names the message in its stream, and who consumed it.
+    /// Names the message in its stream, and who consumed it. When it was published is part of it: another stream of that
+    /// name, in another domain or made anew, counts from the start as well.
     place: String,
     deadline: Duration,
     dead: Arc<Dead>,
@@ -469,8 +490,10 @@ impl NatsDelivery {
         dead: Arc<Dead>,
     ) -> Self {
         let info = delivered.info().ok();
-        let place =
-            info.as_ref().map(|info| format!("{} {} {}", info.stream, info.stream_sequence, info.consumer));
+        let place = info.as_ref().map(|info| {
+            let published = info.published.unix_timestamp_nanos();
+            format!("{} {} {published} {}", info.stream, info.stream_sequence, info.consumer)
+        });
         let count = info.and_then(|info| u64::try_from(info.delivered).ok());
         let async_nats::Message { subject, reply, payload, headers, .. } = delivered.message;
         let headers = headers.unwrap_or_default();

@@ -11,7 +11,7 @@ use onlyonce_consumer::{Broker, BrokerError, BrokerErrorKind, Delivery};
 use onlyonce_testkit::Nats as Server;
 use tokio::time::sleep;
 
-use crate::queue::{Dead, Queue, Sent, fresh_name, message, next, nothing, reason};
+use crate::queue::{Dead, Queue, Sent, ends, fresh_name, message, next, nothing, reason};
 use crate::storm::Storm;
 
 /// A stream with one consumer and a stream for its dead letters, and a connection beside the adapter's.
@@ -224,11 +224,12 @@ async fn a_consumer_that_would_lose_messages_is_refused_with_the_reason() {
         ..consumer::Config::default()
     };
     type Change = fn(&mut consumer::Config);
-    let wrong: [(Change, &str); 4] = [
+    let wrong: [(Change, &str); 5] = [
         (|config| config.max_deliver = 20, "max_deliver is 20"),
         (|config| config.ack_policy = consumer::AckPolicy::All, "ack_policy is All"),
         (|config| config.deliver_subject = Some("pushed.here".to_owned()), "push consumer"),
         (|config| config.headers_only = true, "headers_only"),
+        (|config| config.inactive_threshold = Duration::from_secs(60), "inactive_threshold"),
     ];
     for (change, reason) in wrong {
         let queue = NatsQueue::fresh().await;
@@ -258,6 +259,63 @@ async fn a_subject_for_dead_letters_that_nobody_keeps_or_that_is_consumed_is_ref
         assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
         assert!(error.to_string().contains(reason), "{error}");
     }
+}
+
+/// A stream that keeps what somebody waits for confirms what it drops.
+#[tokio::test]
+async fn a_stream_that_would_not_keep_dead_letters_is_refused() {
+    let queue = NatsQueue::fresh().await;
+    type Change = fn(&mut stream::Config);
+    let wrong: [(Change, &str); 2] = [
+        (|config| config.retention = stream::RetentionPolicy::Interest, "retention is Interest"),
+        (|config| config.no_ack = true, "no_ack"),
+    ];
+    for (number, (change, reason)) in wrong.into_iter().enumerate() {
+        let subject = format!("kept.{}.{number}", queue.name);
+        let mut config = stream::Config {
+            name: format!("{}-{number}", queue.name),
+            subjects: vec![subject.clone()],
+            ..stream::Config::default()
+        };
+        change(&mut config);
+        queue.context.create_stream(config).await.unwrap();
+        let broker = queue.broker().dead_letters(&subject);
+        let error = broker.subscribe(1).await.err().unwrap_or_else(|| panic!("{reason}: taken"));
+        assert_eq!(error.kind(), BrokerErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+}
+
+/// The numbers of messages begin again with each stream, and each domain has its own.
+#[tokio::test]
+async fn a_dead_letter_of_another_stream_of_the_same_name_is_no_duplicate() {
+    let queue = NatsQueue::fresh().await;
+    let mut dead = queue.context.get_stream(format!("{}-dead", queue.name)).await.unwrap();
+    let config =
+        stream::Config { duplicate_window: Duration::from_secs(120), ..dead.cached_info().config.clone() };
+    queue.context.update_stream(config).await.unwrap();
+    for id in ["one", "two"] {
+        queue.publish(&message(id, "x")).await;
+        let mut subscription = queue.subscribe(1).await;
+        next(&mut subscription).await.dead_letter(&reason()).await.unwrap();
+        let config = queue.context.get_stream(&queue.name).await.unwrap().cached_info().config.clone();
+        queue.context.delete_stream(&queue.name).await.unwrap();
+        queue.context.create_stream(config).await.unwrap();
+    }
+    assert_eq!(dead.info().await.unwrap().state.messages, 2);
+}
+
+/// Behind the adapter's back. The runner then subscribes again, and it is made again.
+#[tokio::test]
+async fn a_consumer_that_is_deleted_ends_the_subscription() {
+    let queue = NatsQueue::fresh().await;
+    let mut subscription = queue.subscribe(1).await;
+    nothing(&mut subscription).await;
+    let stream = queue.context.get_stream(&queue.name).await.unwrap();
+    stream.delete_consumer(CONSUMER).await.unwrap();
+    ends(&mut subscription).await;
+    queue.publish(&message("one", "1")).await;
+    next(&mut queue.subscribe(1).await).await.acknowledge().await.unwrap();
 }
 
 /// Headers that the broker acts on: with the message's own id a stream would take the dead letter for a duplicate,
