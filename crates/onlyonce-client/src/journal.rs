@@ -686,7 +686,8 @@ async fn connect(path: &Path) -> Result<SqliteConnection, JournalError> {
     }
 }
 
-/// Creates the file, if it is absent, for its owner alone. SQLite gives the log beside it the same mode.
+/// Creates the file, if it is absent, for its owner alone, as it makes one that is empty. SQLite gives the log
+/// beside it the same mode.
 fn create_private(path: &Path) -> Result<(), JournalError> {
     let mut options = fs::OpenOptions::new();
     options.write(true).create_new(true);
@@ -699,11 +700,28 @@ fn create_private(path: &Path) -> Result<(), JournalError> {
             std::mem::forget(file);
             Ok(())
         }
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => make_private(path),
         Err(error) => {
             Err(JournalError::Refused(format!("the journal {} cannot be created: {error}", path.display())))
         }
     }
+}
+
+#[cfg(not(unix))]
+fn make_private(_: &Path) -> Result<(), JournalError> {
+    Ok(())
+}
+
+#[cfg(unix)]
+fn make_private(path: &Path) -> Result<(), JournalError> {
+    let empty = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() == 0);
+    if !empty {
+        return Ok(());
+    }
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    fs::set_permissions(path, private).map_err(|error| {
+        JournalError::Refused(format!("the journal {} is not this user's: {error}", path.display()))
+    })
 }
 
 async fn prepare(path: &Path, connection: &mut SqliteConnection) -> Result<(), JournalError> {

@@ -545,6 +545,21 @@ async fn the_file_is_its_owners_and_credentials_leave_it_with_the_answer() {
     assert!(!contains(&desk.bytes(), "secret-2"));
 }
 
+#[cfg(unix)]
+#[tokio::test]
+async fn an_empty_file_that_was_there_becomes_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    std::fs::write(desk.path(), "").unwrap();
+    std::fs::set_permissions(desk.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+    die_waiting(&desk.client().await, &server).await;
+    for file in std::fs::read_dir(desk.folder.path()).unwrap() {
+        let file = file.unwrap();
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{file:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_file_that_is_no_journal_is_refused_and_left_alone() {
     let desk = Desk::new();
@@ -572,6 +587,71 @@ async fn a_file_that_is_no_journal_is_refused_and_left_alone() {
 
     let nowhere = desk.folder.path().join("absent/journal.db");
     assert!(matches!(Journal::open(nowhere, JournalOptions::default()).await, Err(JournalError::Refused(_))));
+}
+
+#[tokio::test]
+async fn a_journal_that_is_damaged_sends_nothing_and_says_that_the_work_may_be_done() {
+    let (desk, server) = (Desk::new(), Server::start([stall()]));
+    die_waiting(&desk.client().await, &server).await;
+    desk.sql("PRAGMA wal_checkpoint(TRUNCATE)").await;
+    let mut bytes = std::fs::read(desk.path()).unwrap();
+    let pages = bytes.len();
+    bytes[4_096..pages].fill(0xa5);
+    for log in ["-wal", "-shm"] {
+        let _ = std::fs::remove_file(format!("{}{log}", desk.path().display()));
+    }
+    std::fs::write(desk.path(), &bytes).unwrap();
+    let error = match Journal::open(desk.path(), JournalOptions::default()).await {
+        Err(error) => Error::from(error),
+        Ok(journal) => {
+            let client = Client::new(quick()).unwrap().with_journal(journal);
+            order(&client, &server).send().await.unwrap_err()
+        }
+    };
+    assert_eq!(error.work(), Work::MayBeDone, "{error:?}");
+    assert_eq!(server.requests().len(), 1);
+}
+
+/// A backup has the intent as unfinished although it was answered since.
+#[tokio::test]
+async fn a_journal_from_a_backup_sends_the_same_again_and_nothing_once_it_is_too_old() {
+    let (desk, server) = (Desk::new(), Server::start([stall(), Step::Work(replayed())]));
+    die_waiting(&desk.client().await, &server).await;
+    let backup = desk.folder.path().join("backup.db");
+    let copy: &'static str = format!("VACUUM INTO '{}'", backup.display()).leak();
+    desk.sql(copy).await;
+    order(&desk.client().await, &server).send().await.unwrap();
+    let restored = Desk::new();
+    std::fs::copy(&backup, restored.path()).unwrap();
+    let resumed = restored.client().await.resume(&HeaderMap::new()).await.unwrap();
+    assert!(resumed[0].outcome.as_ref().unwrap().receipt.replayed);
+    server.assert_one_operation();
+    let sent = server.requests().len();
+    let restored = Desk::new();
+    std::fs::copy(&backup, restored.path()).unwrap();
+    restored.sql("UPDATE intents SET created_at = created_at - 86400000").await;
+    let resumed = restored.client().await.resume(&HeaderMap::new()).await.unwrap();
+    assert!(matches!(resumed[0].outcome, Err(Error::Unknown { .. })), "{resumed:?}");
+    assert_eq!(server.requests().len(), sent);
+}
+
+#[tokio::test]
+async fn two_resumes_at_once_are_one_effect_and_one_answer() {
+    let paid = |number| answer("201 Created", "", &format!("paid {number}"));
+    let late = (0..20).map(|number| Step::WorkLate(Duration::from_millis(300), paid(number)));
+    let (desk, server) = (Desk::new(), Server::start([stall()].into_iter().chain(late)));
+    die_waiting(&desk.client().await, &server).await;
+    let (first, second) = (desk.client().await, desk.client().await);
+    let none = HeaderMap::new();
+    let (first, second) = tokio::join!(first.resume(&none), second.resume(&none));
+    let bodies: std::collections::HashSet<_> = [first, second]
+        .into_iter()
+        .flat_map(Result::unwrap)
+        .map(|resumed| resumed.outcome.unwrap().body)
+        .collect();
+    assert_eq!(bodies.len(), 1, "{bodies:?}");
+    assert_eq!(server.requests().len(), 3, "both have sent");
+    server.assert_one_operation();
 }
 
 #[tokio::test]
