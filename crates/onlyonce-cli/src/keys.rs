@@ -22,6 +22,8 @@ use crate::cli::{Failure, StoreArgs, duration};
 use crate::config;
 use crate::store::OpenStore;
 
+pub(crate) use view::printable;
+
 /// How many records are read at a time: each comes with its whole outcome.
 const PAGE_ROWS: u32 = 64;
 

@@ -14,7 +14,10 @@ mod guard;
 pub mod keeper;
 mod signals;
 
+use std::collections::HashSet;
 use std::ffi::OsString;
+use std::fmt::Display;
+use std::io::{self, Write};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -27,7 +30,7 @@ use onlyonce_core::{Engine, Lapse};
 
 use crate::cli::{Failure, StoreArgs, duration};
 use crate::config;
-use crate::keys::State;
+use crate::keys::{State, printable};
 use crate::runs;
 use crate::store::OpenStore;
 
@@ -64,7 +67,7 @@ pub struct RunArgs {
     /// How long others wait after this process has died; it is renewed while the command runs
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "90s")]
     lease: Duration,
-    /// How long a run is remembered, at least as long as its period [default: 30d, or three periods]
+    /// How long a run is remembered, at least as long as its period [default: 30d, three periods, or what --catch-up needs]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     retention: Option<Duration>,
     /// What becomes of a period whose guard died in the middle of it
@@ -91,7 +94,7 @@ pub struct RunArgs {
     /// Say what became of it as a JSON object, in one line on standard error
     #[arg(long)]
     json: bool,
-    /// Say nothing unless something went wrong
+    /// Say nothing unless something went wrong, or a period waited in vain
     #[arg(long, conflicts_with = "json")]
     quiet: bool,
     #[command(flatten)]
@@ -110,8 +113,8 @@ Examples:
   onlyonce run --job billing --every month --tz Europe/Berlin --period 2026-06 -- ./bill.sh
       June, by hand. If it was done, this says when, and does nothing.
 
-The command sees ONLYONCE_KEY (billing:2026-07), ONLYONCE_PERIOD (2026-07) and ONLYONCE_ATTEMPT (1 unless a guard died in the
-middle). Its input and output are its own; what onlyonce has to say goes to standard error.
+The command sees ONLYONCE_KEY (billing:2026-07), ONLYONCE_PERIOD (2026-07) and ONLYONCE_ATTEMPT (1 unless the period was begun
+before: the command failed, or a guard died). Its input and output are its own; what onlyonce has to say goes to standard error.
 
 Exit codes:
   the command's own; 128 and the signal's number if a signal ended it; 126 or 127 if it cannot be started
@@ -159,6 +162,13 @@ impl RunArgs {
         self.grace.min(self.lease / 3)
     }
 
+    /// Whatever may be caught up with must still be remembered.
+    fn retention(&self, period: &Period) -> Duration {
+        let periods = u32::try_from(self.catch_up).unwrap_or(u32::MAX).saturating_add(1);
+        let caught_up = period.longest().saturating_mul(periods).min(onlyonce::settings::DURATION_MAX);
+        self.retention.unwrap_or_else(|| period::retention_default(period).max(caught_up))
+    }
+
     fn check(&self, period: &Period) -> Result<(), Failure> {
         let setting = |error: onlyonce::SettingsError| {
             Failure::usage(format!("--{}", error.to_string().replace('`', "")))
@@ -169,7 +179,7 @@ impl RunArgs {
         if self.namespace.is_empty() {
             return Err(Failure::usage("--namespace must not be empty"));
         }
-        let retention = self.retention.unwrap_or_else(|| period::retention_default(period));
+        let retention = self.retention(period);
         if retention > onlyonce::settings::DURATION_MAX || retention < self.lease {
             return Err(Failure::usage("--retention must be from the --lease to ten years (3660d)"));
         }
@@ -188,9 +198,8 @@ pub async fn run(args: RunArgs) -> Result<(), Failure> {
     let done = start(&args).await;
     match done {
         Err(Failure { code, message: Some(message) }) if args.json => {
-            eprintln!(
-                "{}",
-                serde_json::json!({ "job": args.job, "result": "error", "exit_status": code, "message": message })
+            tell(
+                serde_json::json!({ "job": args.job, "result": "error", "exit_status": code, "message": message }),
             );
             Err(Failure { code, message: None })
         }
@@ -243,21 +252,27 @@ async fn asked_to_end(signals: &mut Signals) -> rustix::process::Signal {
 }
 
 fn ended_by(signal: rustix::process::Signal) -> Failure {
-    Failure { code: u8::try_from(128 + signal.as_raw()).unwrap_or(guard::OWN_FAILURE), message: None }
+    let code = u8::try_from(128 + signal.as_raw()).unwrap_or(guard::OWN_FAILURE);
+    Failure { code, message: Some("told to end before the store was open".to_owned()) }
 }
 
 /// The period that this start is for.
 fn due(args: &RunArgs, schedule: &Schedule, now: Timestamp) -> Result<Period, Failure> {
-    let Some(name) = &args.period else {
-        let at = args.at.unwrap_or(now);
-        return schedule.due(at, args.tolerance).ok_or_else(|| {
-            Failure::usage(format!("--every {}: was never due before {at}", schedule.every()))
-        });
+    let (setting, period) = match &args.period {
+        Some(name) => {
+            ("--period", schedule.find(name).map_err(|error| Failure::usage(format!("--period: {error}")))?)
+        }
+        None => {
+            let at = args.at.unwrap_or(now);
+            let never = || Failure::usage(format!("--every {}: was never due before {at}", schedule.every()));
+            ("--at", schedule.due(at, args.tolerance).ok_or_else(never)?)
+        }
     };
-    let period = schedule.find(name).map_err(|error| Failure::usage(format!("--period: {error}")))?;
     match now.checked_add(args.tolerance) {
+        // Done before its time, it would not be run when its time has come.
         Ok(soon) if period.starts_at() > soon => {
-            Err(Failure::usage(format!("--period: {name} begins at {} only", period.starts_at())))
+            let (name, begins) = (period.name(), period.starts_at());
+            Err(Failure::usage(format!("{setting}: {name} begins at {begins} only")))
         }
         _ => Ok(period),
     }
@@ -319,31 +334,54 @@ async fn missed(
     let Some(first) = first else { return Ok(Vec::new()) };
     let done = known.iter().filter(|run| run.state == State::Done).map(|run| run.period.as_str()).collect();
     let mut missed = runs::absent(schedule, first, due.starts_at(), &done);
+    let since = runs::remembered_since(&known, Some(args.retention(due)), args.tolerance);
+    // What somebody has begun is known, however old.
+    let begun: HashSet<&str> = known.iter().map(|run| run.period.as_str()).collect();
+    let absent = missed.len();
+    missed.retain(|period| period.starts_at() >= since || begun.contains(period.name()));
+    if missed.len() < absent {
+        not_caught_up(args, &runs::forgotten(absent - missed.len(), &args.job));
+    }
     if missed.len() > args.catch_up {
         let older = missed.len() - args.catch_up;
-        eprintln!(
-            "onlyonce: {older} older periods of {} were missed as well; --period runs one of them",
-            args.job
-        );
+        let message =
+            format!("{older} older periods of {} were missed as well; --period runs one of them", args.job);
+        not_caught_up(args, &message);
         missed.drain(..older);
     }
     Ok(missed)
 }
 
+/// Older ones are a person's business.
+fn not_caught_up(args: &RunArgs, message: &str) {
+    if args.json {
+        tell(serde_json::json!({ "job": args.job, "result": "not_caught_up", "message": message }));
+    } else {
+        tell(format!("onlyonce: {message}"));
+    }
+}
+
+/// Nobody may be listening, and the work goes on all the same.
+pub(crate) fn tell(message: impl Display) {
+    let _ = writeln!(io::stderr(), "{message}");
+}
+
 fn say(args: &RunArgs, told: &Told) -> Result<(), Failure> {
     if args.json {
         let json = serde_json::to_string(told).map_err(|error| own_failure(error.to_string()))?;
-        eprintln!("{json}");
+        tell(json);
         return Ok(());
     }
     // A scheduler mails whatever is said: a run that went well says enough by itself.
     let is_news = told.result != guard::Result::Done || told.exit_status != 0;
-    let is_wrong = !matches!(
-        told.result,
-        guard::Result::Done | guard::Result::DoneBefore | guard::Result::Running | guard::Result::Overlaps
-    );
+    let is_wrong = match told.result {
+        guard::Result::Done | guard::Result::DoneBefore | guard::Result::Running => false,
+        // It was to be run, and was not.
+        guard::Result::Overlaps => args.overlap == Overlap::Wait,
+        _ => true,
+    };
     if is_wrong || told.exit_status != 0 || (is_news && !args.quiet) {
-        eprintln!("onlyonce: {}", told.message);
+        tell(format!("onlyonce: {}", told.message));
     }
     Ok(())
 }
@@ -369,13 +407,16 @@ fn machine_zone() -> Result<TimeZone, Failure> {
     }
 }
 
+/// Since 2021 CronJobs name their Jobs so. A date at the end of a name (`billing-20260701`) would be minutes of 2008.
+const MINUTES_OF_CRONJOBS: std::ops::Range<i64> = 26_824_320..100_000_000;
+
 /// An instant, or the name of a Job that a CronJob started: it ends in the scheduled minute.
 fn scheduled_at(text: &str) -> Result<Timestamp, String> {
     if let Ok(instant) = text.parse() {
         return Ok(instant);
     }
     let minute = text.rsplit_once('-').and_then(|(_, minute)| minute.parse::<i64>().ok());
-    let plausible = minute.filter(|minute| (10_000_000..100_000_000).contains(minute));
+    let plausible = minute.filter(|minute| MINUTES_OF_CRONJOBS.contains(minute));
     plausible.and_then(|minute| Timestamp::from_second(minute * 60).ok()).ok_or_else(|| {
         "an instant such as 2026-07-01T00:00:00Z is wanted, or the name of a Job that a CronJob started, such as \
          billing-29705640"
@@ -394,8 +435,8 @@ pub(crate) fn instant(at: onlyonce_core::Timestamp) -> String {
 fn by(run: &Run) -> String {
     let took = guard::seconds(Duration::from_millis(run.duration_ms));
     match (&run.user, &run.host) {
-        (Some(user), Some(host)) => format!("by {user} on {host} in {took}"),
-        (None, Some(host)) => format!("on {host} in {took}"),
+        (Some(user), Some(host)) => format!("by {} on {} in {took}", printable(user), printable(host)),
+        (None, Some(host)) => format!("on {} in {took}", printable(host)),
         _ => format!("in {took}"),
     }
 }

@@ -4,17 +4,19 @@ mod view;
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::Write;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use onlyonce::period::{self, Every, Period, Run, Schedule};
-use onlyonce_core::record::State as Stored;
+use onlyonce_core::record::{Record, State as Stored};
 use onlyonce_core::store::{Entry, Filter};
 
 use crate::cli::{Failure, StoreArgs};
 use crate::config;
 use crate::keys::{Pages, State};
+use crate::run::tell;
 use crate::store::OpenStore;
 
 /// What can be done with runs.
@@ -27,8 +29,11 @@ Examples:
   onlyonce runs list --job billing
   onlyonce runs list --job billing --every month --tz Europe/Berlin --since 2026-01-01T00:00:00Z --json
 
-A period is missing if it is over and nobody ran it, from the job's first known run on, or from --since. Which periods there
-should be is told by the job's latest recorded run, unless --every and --tz say it. The current one is due until then.")]
+A period is missing if it is over and nobody finished it, from the job's first known run on, or from --since. Which periods
+there should be is told by the job's latest recorded run, unless --every and --tz say it. The current one is due until then.
+One that began longer ago than runs are remembered is forgotten: nobody knows whether it was run.
+
+One that is lapsed was begun and not finished, and nobody is at it: the command failed, or whoever ran it died.")]
     List(ListArgs),
     /// Show everything known about the run of a period
     #[command(after_help = "\
@@ -154,6 +159,33 @@ pub(crate) fn absent(
         .collect()
 }
 
+/// Since when any run would still be remembered, on the store's clock. Before that a period that is not known may have been
+/// run all the same: one that was run late, by hand, outlives those that were run in their time. Runs are remembered for as
+/// long as those that are known say, and no longer than `retention`; they may come so much `early`.
+pub(crate) fn remembered_since(known: &[Known], retention: Option<Duration>, early: Duration) -> Timestamp {
+    let now = known.iter().map(|run| run.entry.now.0).max();
+    let now = now.and_then(|now| Timestamp::from_millisecond(now).ok()).unwrap_or_else(Timestamp::now);
+    let kept = known.iter().map(|run| kept_for(&run.entry.record)).chain(retention).min().unwrap_or_default();
+    now.checked_sub(kept.saturating_sub(early)).unwrap_or(Timestamp::MIN)
+}
+
+/// The retention that it was recorded with.
+fn kept_for(record: &Record) -> Duration {
+    let from = match record.state {
+        Stored::Running { lease_until } => lease_until,
+        Stored::Done { completed_at, .. } => completed_at,
+    };
+    record.expires_at.since(from)
+}
+
+/// What is said of those before.
+pub(crate) fn forgotten(count: usize, job: &str) -> String {
+    format!(
+        "{count} periods of {job} are longer ago than its runs are remembered, so nobody knows whether they were run; \
+         --period runs one of them"
+    )
+}
+
 /// Carries out one command.
 ///
 /// # Errors
@@ -196,10 +228,10 @@ async fn list(args: &ListArgs, store: &OpenStore, out: &mut impl Write) -> Resul
     for (job, known) in jobs {
         let mut of_job = rows_of(args, &job, &known)?;
         if of_job.len() > limit {
-            eprintln!(
+            tell(format!(
                 "onlyonce: {job} has {} more; --limit N shows more, --limit 0 all",
                 of_job.len() - limit
-            );
+            ));
             of_job.drain(..of_job.len() - limit);
         }
         rows.extend(of_job);
@@ -216,7 +248,10 @@ fn rows_of(args: &ListArgs, job: &str, known: &[Known]) -> Result<Vec<view::Row>
     let schedule = schedule(args, known)?;
     let find = |name: &str| schedule.as_ref().and_then(|schedule| schedule.find(name).ok());
     let mut rows: Vec<(Option<Timestamp>, view::Row)> = Vec::new();
-    for run in known.iter().filter(|_| !args.missing) {
+    let now = Timestamp::now();
+    let is_over = |run: &Known| find(&run.period).is_none_or(|period| period.ends_at() <= now);
+    let unfinished = |run: &Known| run.state == State::Lapsed && is_over(run);
+    for run in known.iter().filter(|run| !args.missing || unfinished(run)) {
         let scheduled_at = match &run.run {
             Some(run) => Some(run.scheduled_at),
             None => find(&run.period).map(|period| period.starts_at()),
@@ -231,12 +266,23 @@ fn rows_of(args: &ListArgs, job: &str, known: &[Known]) -> Result<Vec<view::Row>
             None => known.iter().filter_map(|run| find(&run.period)).min_by_key(Period::starts_at),
         };
         let names = known.iter().map(|run| run.period.as_str()).collect();
-        let now = Timestamp::now();
-        for period in first.map(|first| absent(schedule, first, now, &names)).unwrap_or_default() {
-            let is_due = period.ends_at() > now;
-            if !(is_due && args.missing) {
-                rows.push((Some(period.starts_at()), view::Row::absent(job, &period, is_due)));
+        let absent = first.map(|first| absent(schedule, first, now, &names)).unwrap_or_default();
+        let retention = absent.first().filter(|_| known.is_empty()).map(period::retention_default);
+        let since = remembered_since(known, retention, period::TOLERANCE_DEFAULT);
+        let mut unknown = 0;
+        for period in &absent {
+            let state = match period {
+                due if due.ends_at() > now => "due",
+                old if old.starts_at() < since => "forgotten",
+                _ => "missing",
+            };
+            unknown += usize::from(state == "forgotten");
+            if !args.missing || state == "missing" {
+                rows.push((Some(period.starts_at()), view::Row::absent(job, period, state)));
             }
+        }
+        if args.missing && unknown > 0 {
+            tell(format!("onlyonce: {}", forgotten(unknown, job)));
         }
     }
     rows.sort_by_key(|(scheduled_at, _)| *scheduled_at);

@@ -225,17 +225,172 @@ fn a_failed_run_is_run_again_and_a_kept_failure_is_not() {
     let failing = format!("{NOTE}; exit 3");
     let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z";
     ends_with(&run(place.job(words, &failing)), 3);
-    assert_eq!(place.listed("").len(), 0);
+    assert_eq!(
+        (&place.listed("")[0]["state"], &place.listed("")[0]["attempt"]),
+        (&"lapsed".into(), &1.into())
+    );
+    let missing = place.listed("--job a --every day --tz UTC --missing");
+    assert_eq!(missing[0]["period"], "2024-07-14", "nobody has finished it");
+    ends_with(&run(place.job(words, &failing)), 3);
     ends_with(&run(place.job(words, NOTE)), 0);
     ends_with(&run(place.job(words, NOTE)), 0);
-    assert_eq!(place.notes().len(), 2);
+    assert_eq!(place.notes(), ["2024-07-14 1", "2024-07-14 2", "2024-07-14 3"]);
+    std::fs::remove_file(place.notes_file()).unwrap();
 
     let words = "--job b --every day --tz UTC --at 2024-07-14T12:00:00Z --keep-failure";
     ends_with(&run(place.job(words, &failing)), 3);
     let said = ends_with(&run(place.job(words, &failing)), 3);
     assert!(said.contains("was done at") && said.contains("exit status 3"), "{said}");
-    assert_eq!(place.notes().len(), 3);
+    assert_eq!(place.notes().len(), 1);
     assert_eq!(place.listed("--job b")[0]["state"], "failed");
+}
+
+/// Where a run of unknown end is left to a person, one that is known to have failed is not.
+#[test]
+fn a_failed_run_is_run_again_under_hold() {
+    let place = Place::sqlite();
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z --on-lapse hold";
+    ends_with(&run(place.job(words, &format!("{NOTE}; exit 3"))), 3);
+    ends_with(&run(place.job(words, NOTE)), 0);
+    assert_eq!(place.notes(), ["2024-07-14 1", "2024-07-14 1"]);
+}
+
+/// Whoever takes over from a dead guard and then does not come to start the command leaves what is known about the
+/// first attempt.
+#[test]
+fn a_start_that_only_takes_over_does_not_make_a_begun_period_look_new() {
+    let place = Place::sqlite();
+    let words = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z");
+    ends_with(&run(place.job(&words(14), &format!("{NOTE}; exit 3"))), 3);
+    let _slow = Started::new(place.job(&words(15), "echo slow >> $NOTES; sleep 60"));
+    until("the slow one runs", || place.notes().len() == 2);
+    ends_with(&run(place.job(&format!("{} --overlap skip --busy-exit 75", words(14)), NOTE)), 75);
+    let mut unknown = onlyonce();
+    unknown.args(["run", "--store", &place.store]).args(words(14).split_whitespace());
+    unknown.args(["--overlap", "allow", "--", "no-such-program"]);
+    ends_with(&run(unknown), 127);
+    ends_with(&run(place.job(&format!("{} --overlap allow", words(14)), "[ $ONLYONCE_ATTEMPT -gt 1 ]")), 0);
+}
+
+/// A log pipe whose reader has gone.
+#[test]
+fn a_guard_that_nobody_listens_to_does_its_work_and_ends_as_ever() {
+    let place = Place::sqlite();
+    let unheard = |mut command: Command| {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(writer).status().unwrap().code()
+    };
+    let at = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z");
+    ends_with(&run(place.job(&format!("{} --retention 3600d", at(14)), NOTE)), 0);
+    let words = format!("{} --retention 3600d --catch-up 3 --json", at(17));
+    assert_eq!(unheard(place.job(&words, NOTE)), Some(0));
+    assert_eq!(place.notes(), ["2024-07-14 1", "2024-07-15 1", "2024-07-16 1", "2024-07-17 1"]);
+    assert_eq!(unheard(place.job(&at(18), "exit 3")), Some(3));
+    assert_eq!(unheard(place.job("--job a --every day --lease 10ms", NOTE)), Some(2));
+}
+
+/// What was done may be forgotten long before an old period that was run late, by hand.
+#[test]
+fn a_period_that_may_have_been_forgotten_is_not_taken_for_missed() {
+    let place = Place::sqlite();
+    ends_with(&run(place.job("--job a --every day --tz UTC --period 2024-07-10", NOTE)), 0);
+    let words = "--job a --every day --tz UTC --at 2024-07-16T12:00:00Z --catch-up 3";
+    let said = ends_with(&run(place.job(words, NOTE)), 0);
+    assert_eq!(place.notes(), ["2024-07-10 1", "2024-07-16 1"], "the others may have been done");
+    assert!(said.contains("5 periods of a are longer ago than its runs are remembered"), "{said}");
+    let states: Vec<_> = place.listed("--job a").iter().map(|row| row["state"].clone()).collect();
+    assert_eq!(states[..3], ["done", "forgotten", "forgotten"]);
+    let output = place.runs("list --job a --missing --json");
+    assert!(text(&output.stderr).contains("of a are longer ago than its runs are remembered"));
+    let missing: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(missing.iter().all(|row| row["state"] == "missing"), "{missing:?}");
+    // The thirty days that are remembered are known to be missing, all but today and perhaps one at each end.
+    assert!((28..=31).contains(&missing.len()), "{}", missing.len());
+    // By hand, whoever asks for one is believed.
+    ends_with(&run(place.job("--job a --every day --tz UTC --period 2024-07-11", NOTE)), 0);
+    assert_eq!(place.notes().len(), 3);
+}
+
+/// Twelve months can be caught up with only if twelve months are remembered.
+#[test]
+fn runs_are_remembered_for_as_long_as_they_are_caught_up_with() {
+    let place = Place::sqlite();
+    let kept_days = |job: &str, words: &str| {
+        ends_with(&run(place.job(&format!("--job {job} --every month --tz UTC {words}"), NOTE)), 0);
+        let row = &place.listed(&format!("--job {job}"))[0];
+        let at = |member: &str| row[member].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
+        at("expires_at").duration_since(at("completed_at")).as_hours() / 24
+    };
+    assert_eq!(kept_days("a", ""), 93);
+    assert!(kept_days("b", "--catch-up 12") >= 13 * 31);
+    assert_eq!(kept_days("c", "--catch-up 12 --retention 40d"), 40);
+    assert_eq!(kept_days("d", "--catch-up 18446744073709551615"), 3660);
+}
+
+/// A crontab line with `--quiet` would leave a month out, and nobody would hear of it.
+#[test]
+fn a_period_that_waited_in_vain_is_told_even_under_quiet() {
+    let place = Place::sqlite();
+    let words = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z --quiet");
+    let _slow = Started::new(place.job(&words(14), "echo slow >> $NOTES; sleep 60"));
+    until("the slow one runs", || place.notes() == ["slow"]);
+    let said = ends_with(&run(place.job(&format!("{} --wait 300ms", words(15)), NOTE)), 0);
+    assert!(said.contains("2024-07-15 is not run"), "{said}");
+    assert_eq!(ends_with(&run(place.job(&format!("{} --overlap skip", words(15)), NOTE)), 0), "");
+    assert_eq!(ends_with(&run(place.job(&words(14), NOTE)), 0), "");
+}
+
+/// A clock or a word that is wrong would have the period done before its time.
+#[test]
+fn a_period_of_the_future_is_refused() {
+    let place = Place::sqlite();
+    for (at, says) in [
+        ("2199-07-01T00:00:00Z", "--at: 2199-07 begins at 2199-07-01T00:00:00Z only"),
+        // A date, not a count of minutes.
+        ("billing-20260701", "a Job that a CronJob started"),
+    ] {
+        let said = ends_with(&run(place.job(&format!("--job a --every month --tz UTC --at {at}"), NOTE)), 2);
+        assert!(said.contains(says), "{said}");
+    }
+    assert_eq!(place.notes().len(), 0);
+}
+
+#[test]
+fn what_a_host_calls_itself_moves_no_cursor() {
+    let place = Place::sqlite();
+    let mut command = place.job("--job a --every day --tz UTC --at 2024-07-14T12:00:00Z", NOTE);
+    command.env("USER", "ev\u{1b}[31mil\nrow");
+    ends_with(&run(command), 0);
+    let again = run(place.job("--job a --every day --tz UTC --at 2024-07-14T12:00:00Z", NOTE));
+    let shown = [again.stderr, place.runs("list --limit 0").stdout, place.runs("show a 2024-07-14").stdout];
+    for shown in shown.map(|shown| text(&shown)) {
+        assert!(shown.contains("ev\\u{1b}[31mil\\nrow") && !shown.contains('\u{1b}'), "{shown}");
+    }
+    assert_eq!(place.listed("")[0]["user"], "ev\u{1b}[31mil\nrow");
+}
+
+/// Whatever is said under `--json` is a JSON object in a line.
+#[test]
+fn json_is_all_that_is_said_under_json() {
+    let place = Place::sqlite();
+    let words = |day: u32| {
+        format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z --json --retention 3600d")
+    };
+    let results = |words: &str, script: &str| -> Vec<String> {
+        let output = run(place.job(words, script));
+        let lines = text(&output.stderr);
+        let read = |line: &str| {
+            serde_json::from_str::<Value>(line).unwrap_or_else(|error| panic!("{error}: {line}"))
+        };
+        lines.lines().map(|line| read(line)["result"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(results(&words(10), NOTE), ["done"]);
+    assert_eq!(results(&words(10), NOTE), ["done_before"]);
+    assert_eq!(results(&format!("{} --catch-up 1", words(13)), NOTE), ["not_caught_up", "done", "done"]);
+    assert_eq!(results(&words(14), "exit 3"), ["failed"]);
+    assert_eq!(results(&words(14), "kill -9 $$"), ["failed"]);
+    assert_eq!(results(&words(14).replace("UTC", "Asia/Tokyo"), NOTE), ["error"]);
 }
 
 #[test]
@@ -366,7 +521,9 @@ fn a_killed_keeper_leaves_no_command_behind() {
 fn a_slow_run_and_the_next_period() {
     let place = Place::sqlite();
     let words = |at: &str, overlap: &str| {
-        format!("--job a --tz UTC --at 2024-07-14T{at}:00Z --overlap {overlap} --busy-exit 75")
+        format!(
+            "--job a --tz UTC --retention 3600d --at 2024-07-14T{at}:00Z --overlap {overlap} --busy-exit 75"
+        )
     };
     let slow =
         "echo slow >> $NOTES; while [ ! -e $NOTES.go ]; do sleep 0.05; done; echo slow ended >> $NOTES";
@@ -470,7 +627,8 @@ fn a_run_of_unknown_end_is_left_to_a_person_under_hold() {
 #[test]
 fn missed_periods_are_run_in_order_and_up_to_the_first_failure() {
     let place = Place::sqlite();
-    let at = |day: u32| format!("--job a --every day --tz UTC --at 2024-07-{day}T12:00:00Z");
+    let at =
+        |day: u32| format!("--job a --every day --tz UTC --retention 3600d --at 2024-07-{day}T12:00:00Z");
     ends_with(&run(place.job(&format!("{} --catch-up 5", at(10)), NOTE)), 0);
     assert_eq!(place.notes(), ["2024-07-10 1"], "a job's first run has missed nothing");
     ends_with(&run(place.job(&at(12), NOTE)), 0);
@@ -479,18 +637,16 @@ fn missed_periods_are_run_in_order_and_up_to_the_first_failure() {
     assert!(said.contains("1 older periods of a were missed as well"), "{said}");
     assert_eq!(place.notes()[2..], ["2024-07-13 1", "2024-07-14 1"]);
     ends_with(&run(place.job(&format!("{} --catch-up 9", at(16)), NOTE)), 0);
-    assert_eq!(place.notes()[4..], ["2024-07-11 1", "2024-07-14 1", "2024-07-15 1", "2024-07-16 1"]);
+    assert_eq!(place.notes()[4..], ["2024-07-11 1", "2024-07-14 2", "2024-07-15 1", "2024-07-16 1"]);
 }
 
 /// kubernetes #42649: after a hundred missed runs a job never started again.
 #[test]
 fn a_job_that_missed_hundreds_of_runs_starts_again() {
     let place = Place::sqlite();
-    ends_with(&run(place.cron_job("* * * * *", "--job a --tz UTC --at 2024-07-14T00:00:00Z", NOTE)), 0);
-    ends_with(
-        &run(place.cron_job("* * * * *", "--job a --tz UTC --at 2024-07-14T12:00:00Z --catch-up 2", NOTE)),
-        0,
-    );
+    let words = |at: &str| format!("--job a --tz UTC --retention 3600d --at 2024-07-14T{at}:00Z");
+    ends_with(&run(place.cron_job("* * * * *", &words("00:00"), NOTE)), 0);
+    ends_with(&run(place.cron_job("* * * * *", &(words("12:00") + " --catch-up 2"), NOTE)), 0);
     assert_eq!(place.notes()[1..], ["2024-07-14T11:58 1", "2024-07-14T11:59 1", "2024-07-14T12:00 1"]);
 }
 
@@ -541,7 +697,7 @@ fn signals_reach_the_command_and_its_end_is_the_guards() {
         guard.signal(signal);
         assert_eq!(guard.ended().0, Some(code));
     }
-    assert_eq!(place.listed("").len(), 0, "a run that was ended is run again");
+    ends_with(&run(place.job(words, "[ $ONLYONCE_ATTEMPT = 5 ]")), 0);
 }
 
 /// db-scheduler #365: a shutdown stopped the heartbeat while the work still ran.
@@ -674,7 +830,8 @@ fn a_store_that_is_away_from_the_start_runs_nothing() {
 fn runs_are_listed_shown_and_released() {
     let place = Place::sqlite();
     for month in ["2024-03", "2024-05"] {
-        let words = format!("--job billing --every month --tz Europe/Berlin --period {month}");
+        let words =
+            format!("--job billing --every month --tz Europe/Berlin --retention 3600d --period {month}");
         ends_with(&run(place.job(&words, "sleep 0.1")), 0);
     }
     let rows = place.listed("--job billing");

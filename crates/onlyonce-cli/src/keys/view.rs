@@ -214,7 +214,7 @@ fn caller(name: &str) -> String {
 }
 
 /// A name may come from a client, and must not move the cursor of an operator's terminal.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.chars()
         .flat_map(|c| {
             let escaped = c.is_control().then(|| c.escape_default());

@@ -13,7 +13,7 @@
 //! | the command ended with | the period |
 //! |---|---|
 //! | status 0 | done |
-//! | another status | released, so that the next start runs it; done with `--keep-failure` |
+//! | another status | its lease is over, so that the next start runs it, as the next attempt; done with `--keep-failure` |
 //! | a stop, because the lease ended | left to its lease: nobody knows how far it came |
 
 use std::sync::Arc;
@@ -37,7 +37,7 @@ use tokio_util::sync::CancellationToken;
 use super::child::Child;
 use super::keeper::{Because, Report};
 use super::signals::{Signals, ends};
-use super::{Overlap, RunArgs};
+use super::{OnLapse, Overlap, RunArgs};
 use crate::cli::Failure;
 
 /// The exit status of what onlyonce itself could not do, so that it can be told from the command's own; `env`, `timeout` and
@@ -118,7 +118,7 @@ impl Guard<'_> {
             match self.turn(&mut held, signals).await? {
                 Turn::Taken => {}
                 Turn::Busy(running_for) => {
-                    held.finish(Verdict::Release).await.map_err(away)?;
+                    self.give_back(held).await?;
                     return Ok(self.overlaps(period, running_for));
                 }
                 Turn::Interrupted(signal) => return self.interrupted(held, period, signal).await,
@@ -136,9 +136,24 @@ impl Guard<'_> {
     }
 
     fn policy(&self, period: &Period) -> Policy {
-        let RunArgs { lease, retention, on_lapse, .. } = self.args;
-        let retention = retention.unwrap_or_else(|| period::retention_default(period));
-        Policy { lease: *lease, retention, on_lapse: (*on_lapse).into() }
+        let RunArgs { lease, on_lapse, .. } = self.args;
+        Policy { lease: *lease, retention: self.args.retention(period), on_lapse: (*on_lapse).into() }
+    }
+
+    /// For a command that failed: the next start runs it again, as the next attempt. Under [`Lapse::Hold`] what stays in the
+    /// store without an end is left to a person, and this end is known.
+    fn failed(&self) -> Verdict {
+        match self.args.on_lapse {
+            OnLapse::Rerun => Verdict::Again,
+            OnLapse::Hold => Verdict::Release,
+        }
+    }
+
+    /// For a command that was not started. A period that was begun before must not look as if it had never been.
+    async fn give_back(&self, held: Held) -> std::result::Result<(), Failure> {
+        let verdict = if held.run.attempt() > 1 { self.failed() } else { Verdict::Release };
+        held.finish(verdict).await.map_err(away)?;
+        Ok(())
     }
 
     /// On a task of its own: a claim that is dropped halfway would hold the key for nobody.
@@ -207,7 +222,7 @@ impl Guard<'_> {
         let mut child = match Child::start(&args.command, &variables, args.grace(), held.lease_ends()) {
             Ok(child) => child,
             Err(error) => {
-                held.finish(Verdict::Release).await.map_err(away)?;
+                self.give_back(held).await?;
                 return Err(own_failure(format!("no process can be started: {error}")));
             }
         };
@@ -236,7 +251,7 @@ impl Guard<'_> {
                 self.record(held, period, attempt, run).await
             }
             Some(Report::Failed { status, reason }) => {
-                held.finish(Verdict::Release).await.map_err(away)?;
+                self.give_back(held).await?;
                 let program = args.command[0].to_string_lossy();
                 let message = format!("{program}: {reason}; {} is released", self.name(period));
                 Ok(self.told(period, Result::Failed, status, message))
@@ -262,7 +277,7 @@ impl Guard<'_> {
     ) -> std::result::Result<Told, Failure> {
         let (name, status) = (self.name(period), run.exit_status);
         let keeps = status == 0 || self.args.keep_failure;
-        let verdict = if keeps { Verdict::Keep(run.outcome(attempt)) } else { Verdict::Release };
+        let verdict = if keeps { Verdict::Keep(run.outcome(attempt)) } else { self.failed() };
         let finished = held.finish(verdict).await;
         let lost = match finished {
             Ok(Finished::Written) => None,
@@ -356,7 +371,7 @@ impl Guard<'_> {
         period: &Period,
         signal: Signal,
     ) -> std::result::Result<Told, Failure> {
-        held.finish(Verdict::Release).await.map_err(away)?;
+        self.give_back(held).await?;
         let status = u8::try_from(128 + signal.as_raw()).unwrap_or(OWN_FAILURE);
         let message = format!("told to end before {} was started", self.name(period));
         Ok(self.told(period, Result::Interrupted, status, message))

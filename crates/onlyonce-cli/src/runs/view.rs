@@ -9,7 +9,7 @@ use onlyonce_core::record::State as Stored;
 use serde::Serialize;
 
 use super::Known;
-use crate::keys::State;
+use crate::keys::{State, printable};
 use crate::run::instant;
 
 /// One period, as programs see it. `created_at`, `lease_until`, `completed_at` and `expires_at` are the store's, the rest is
@@ -18,7 +18,7 @@ use crate::run::instant;
 pub(super) struct Row {
     job: String,
     period: String,
-    /// running, lapsed, done, failed, missing or due.
+    /// running, lapsed, done, failed, missing, forgotten or due.
     state: &'static str,
     attempt: Option<u32>,
     scheduled_at: Option<Timestamp>,
@@ -70,11 +70,12 @@ impl Row {
         }
     }
 
-    pub(super) fn absent(job: &str, period: &Period, is_due: bool) -> Self {
+    /// A period without a run.
+    pub(super) fn absent(job: &str, period: &Period, state: &'static str) -> Self {
         Self {
             job: job.to_owned(),
             period: period.name().to_owned(),
-            state: if is_due { "due" } else { "missing" },
+            state,
             attempt: None,
             scheduled_at: Some(period.starts_at()),
             created_at: None,
@@ -100,6 +101,7 @@ impl Row {
             (None, host) => host.clone(),
             (user, None) => user.clone(),
         };
+        let by = by.map(|by| printable(&by));
         [
             self.state.to_owned(),
             self.job.clone(),
@@ -145,7 +147,7 @@ pub(super) fn details(known: &Known, json: bool, out: &mut impl Write) -> io::Re
     for (name, value) in value.as_object().into_iter().flatten() {
         match value {
             serde_json::Value::Null => {}
-            serde_json::Value::String(text) => writeln!(out, "{name:<13} {text}")?,
+            serde_json::Value::String(text) => writeln!(out, "{name:<13} {}", printable(text))?,
             other => writeln!(out, "{name:<13} {other}")?,
         }
     }
