@@ -33,7 +33,7 @@ async fn main() -> Result<(), Error> {
     if url.starts_with("nats") {
         let dead = env::var("DEAD").unwrap_or_else(|_| "dead.orders".to_owned());
         let orders = Nats::new(&url, &queue, "orders")?.dead_letters(&dead);
-        consume(orders.ack_wait(Duration::from_secs(5)), store).await
+        consume(orders.ack_wait(Duration::from_secs(3)), store).await
     } else {
         consume(RabbitMq::new(&url, &queue)?, store).await
     }

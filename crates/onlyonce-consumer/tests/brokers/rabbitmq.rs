@@ -163,8 +163,9 @@ impl Storm for RabbitQueue {
 
     async fn left(&self) -> u64 {
         let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-        let (channel, name) = (self.channel().await, self.name.as_str().into());
-        let queue = channel.queue_declare(name, passive, FieldTable::default()).await;
+        // Of its own: the broker may have been killed since the last message was published.
+        let (_connection, channel) = connected(self.server().url()).await.unwrap();
+        let queue = channel.queue_declare(self.name.as_str().into(), passive, FieldTable::default()).await;
         queue.unwrap().message_count().into()
     }
 }
