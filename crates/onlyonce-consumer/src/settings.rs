@@ -1,6 +1,7 @@
 //! What can be set, with its defaults and limits.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,7 +132,7 @@ pub enum MessageId {
     Field,
     /// In the header with this name, ASCII case ignored.
     Header(String),
-    /// As the function finds it, such as in the payload.
+    /// As the function finds it, such as in the payload. One that panics has found none.
     Function(FindId),
 }
 
@@ -155,7 +156,8 @@ impl MessageId {
             Self::Field => message.id.clone(),
             // Two values that are not text must not become the same one.
             Self::Header(name) => String::from_utf8(message.header(name)?.to_vec()).ok(),
-            Self::Function(find) => find(message),
+            // A message that surprises it would come again and again, and never be counted.
+            Self::Function(find) => catch_unwind(AssertUnwindSafe(|| find(message))).ok().flatten(),
         };
         id.filter(|id| !id.is_empty())
     }
@@ -165,7 +167,7 @@ impl MessageId {
         match self {
             Self::Field => "the broker's field for it is absent or empty".to_owned(),
             Self::Header(name) => format!("the header {name} is absent, empty or not text"),
-            Self::Function(_) => "the function that finds it found none".to_owned(),
+            Self::Function(_) => "the function that finds it found none, or panicked".to_owned(),
         }
     }
 }

@@ -184,8 +184,8 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
         Span::current().record("attempt", number);
         if number > attempts_max {
             let why = format!(
-                "{attempts_max} attempts were made, and the last did not end: its worker died, or the database was lost \
-                 in its commit"
+                "{attempts_max} attempts were made, and the last did not end: its worker died, or what it did could \
+                 not be committed"
             );
             let letter = self.letter(Reason::AttemptsExhausted, why, attempts_max);
             return self.give_up(delivery, attempt, letter).await;

@@ -352,6 +352,15 @@ async fn a_message_without_an_id_is_dead_lettered_and_never_processed<A: App>(ap
         assert!(letter.detail.contains("absent or empty"), "{letter:?}");
     }
     assert_eq!(app.effects().await, [""; 0]);
+    // Whoever looks for it in a payload may be surprised by it.
+    let letters = dead(&queue).len();
+    let panics = MessageId::function(|message| Some(message.payload[100..].escape_ascii().to_string()));
+    let running =
+        Running::start(&app, &queue, Settings { message_id: panics, ..quick() }, nothing_more).await;
+    queue.publish(message("m", "100"));
+    queue.drained().await;
+    running.stopped().await;
+    assert_eq!(dead(&queue).split_off(letters)[0].1.reason, Reason::NoId);
     // Where its id is in the payload, the same message is processed once.
     let in_payload = MessageId::function(|message| String::from_utf8(message.payload.to_vec()).ok());
     let settings = Settings { message_id: in_payload, ..quick() };
@@ -650,6 +659,37 @@ async fn a_handlers_settings_are_its_own() {
     stop.cancel();
     ended.await.unwrap().unwrap();
     assert_eq!(app.effects().await, ["lock_timeout=0", "statement_timeout=0"]);
+}
+
+/// The renewal of its lease is a change that its snapshot does not have. It is not stuck, and whoever looks after it is
+/// told that nothing was committed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_handler_above_read_committed_conflicts_with_its_own_renewal() {
+    let (app, queue) = (OnPostgres::start(), Queue::default());
+    let database = app.url.rsplit('/').next().unwrap();
+    let isolation = "SET default_transaction_isolation = 'repeatable read'";
+    Postgres::shared().sql(database, &format!("ALTER DATABASE \"{database}\" {isolation}"));
+    for (lease, ends) in [(Duration::from_millis(1_200), "dead"), (Duration::from_secs(60), "done")] {
+        let settings = Settings { attempts_max: 2, ..with_lease(lease) };
+        let consumer = Consumer::new(queue.clone(), app.connect().await, ends, settings).unwrap();
+        let stop = CancellationToken::new();
+        let ended = tokio::spawn(consumer.run_fn(stop.clone().cancelled_owned(), |tx, message| {
+            Box::pin(async move {
+                OnPostgres::effect(tx, message.id()).await?;
+                sleep(Duration::from_millis(900)).await;
+                Ok(())
+            })
+        }));
+        queue.publish(message("m", "100"));
+        queue.drained().await;
+        stop.cancel();
+        ended.await.unwrap().unwrap();
+    }
+    let letters = dead(&queue);
+    let [(_, letter)] = &letters[..] else { panic!("{letters:?}") };
+    assert_eq!((letter.reason, letter.consumer.as_str()), (Reason::AttemptsExhausted, "dead"));
+    assert!(letter.detail.contains("could not be committed"), "{letter:?}");
+    assert_eq!(app.effects().await, ["m"]);
 }
 
 /// After a while it is put back, so that no broker takes its consumer for dead.
