@@ -34,7 +34,10 @@
 //! |---|---|---|
 //! | done | [`First::done`], commit, acknowledge | is a [`Duplicate`] with the same result |
 //! | retry later | roll back, put it back | is received again |
-//! | failed for good | [`First::failed`], commit, dead-letter | is a [`Duplicate`] that tells so |
+//! | failed for good | dead-letter it, [`First::failed`], commit, acknowledge | is a [`Duplicate`] that tells so |
+//!
+//! A message is dead-lettered, and that is confirmed, before it is recorded as failed. The other way round, one whose
+//! worker dies in between would be in no queue at all: its copy is a duplicate, and acknowledged.
 //!
 //! Never acknowledge before the commit is answered. If its answer is lost, put the message back: whoever receives it
 //! then is told whether it was committed.
