@@ -157,8 +157,10 @@ impl Answer {
         decide::lasts(self.status, is_replay(&self.headers))
     }
 
+    /// An answer that is no error may speak of another's.
     pub(crate) fn problem(&self) -> Option<Problem> {
-        Problem::read(&self.headers, &self.body)
+        let failed = self.status.is_client_error() || self.status.is_server_error();
+        failed.then(|| Problem::read(&self.headers, &self.body))?
     }
 }
 

@@ -177,6 +177,13 @@ impl Sender {
         started: Started,
     ) -> (Attempt, Ended) {
         let left = started.left(&self.settings, Started::now());
+        if left.is_zero() {
+            let source = Some("no time was left to send it".into());
+            return (
+                Attempt::Lost(Loss::NotConnected),
+                Ended::Lost(Lost { loss: Loss::NotConnected, source }),
+            );
+        }
         let whole = async {
             let (response, led) = self.hops(transport, request, keyed).await?;
             self.read(response, led, gather).await

@@ -12,7 +12,7 @@ use onlyonce_client::{
     Call, Client, Error, Journal, JournalError, JournalOptions, Key, Resumed, Settings, Work, derive,
 };
 use sqlx::{Connection, SqliteConnection};
-use support::{Server, Step, answer, created, quick, refusal, replayed};
+use support::{Server, Step, answer, created, once, quick, refusal, replayed};
 
 struct Desk {
     folder: tempfile::TempDir,
@@ -297,10 +297,8 @@ async fn an_intent_that_was_sent_before_is_never_said_not_to_be_done() {
 #[tokio::test]
 async fn an_intent_of_which_nothing_was_ever_sent_is_not_in_doubt() {
     let desk = Desk::new();
-    let mut settings = quick();
-    settings.deadline = Duration::from_millis(200);
     for _ in 0..3 {
-        let client = desk.client_with(settings.clone(), JournalOptions::default()).await;
+        let client = desk.client_with(once(), JournalOptions::default()).await;
         let error = client.post("http://127.0.0.1:9/").intent("order-4711").send().await.unwrap_err();
         assert_eq!(error.work(), Work::NotDone, "{error}");
     }

@@ -15,7 +15,7 @@ use onlyonce_client::{
     http, layered, mint,
 };
 use reqwest_middleware::{ClientWithMiddleware, Middleware, Next};
-use support::{Server, Step, answer, created, faults, quick, refusal, replayed};
+use support::{Server, Step, answer, created, faults, once, quick, refusal, replayed};
 
 /// Where nobody listens. A port that was free a moment ago may be another test's by now.
 const NOBODY: &str = "http://127.0.0.1:9/";
@@ -574,6 +574,30 @@ async fn after_a_303_the_work_may_be_done_whatever_comes_then() {
 }
 
 #[tokio::test]
+async fn nothing_is_sent_once_the_deadline_is_over() {
+    let server = Server::start([Step::Work(created())]);
+    let mut settings = quick();
+    settings.deadline = Duration::from_nanos(1);
+    let error = Client::new(settings).unwrap().post(server.url()).send().await.unwrap_err();
+    assert_eq!((error.work(), gave_up(error).because), (Work::NotDone, Because::Deadline));
+    assert_eq!(server.requests(), []);
+}
+
+/// Such as a list of what was refused, or a report about it.
+#[tokio::test]
+async fn a_success_is_the_answer_whatever_problem_it_speaks_of() {
+    for code in ["request-in-progress", "store-unavailable", "response-not-kept"] {
+        for status in ["200 OK", "201 Created", "302 Found"] {
+            let server = Server::start([Step::Work(refusal(status, code, ""))]);
+            let answer = client().post(server.url()).send().await.unwrap();
+            assert!(status.starts_with(answer.status.as_str()), "{code}: {answer:?}");
+            server.assert_one_operation();
+            assert_eq!(server.requests().len(), 1);
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_interim_status_is_no_answer() {
     let odd = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: odd\r\n\r\n";
     let server = Server::start([Step::WorkAndCut(odd.into()), Step::Work(replayed())]);
@@ -595,9 +619,7 @@ async fn what_passes_by_itself_is_tried_again_and_nothing_was_done() {
         let answer = client().post(server.url()).body("amount=10").send().await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.receipt.attempts), (201, 2), "{said}");
         let server = Server::start([Step::Say(said.clone())]);
-        let mut settings = quick();
-        settings.deadline = Duration::from_millis(300);
-        let error = Client::new(settings).unwrap().post(server.url()).send().await.unwrap_err();
+        let error = Client::new(once()).unwrap().post(server.url()).send().await.unwrap_err();
         assert_eq!(error.work(), Work::NotDone, "{said}: {error}");
     }
 }
@@ -620,8 +642,8 @@ impl http_body::Body for Once {
 #[tokio::test]
 async fn a_body_that_streams_is_frozen() {
     let server = Server::start([Step::WorkAndDrop, Step::Work(replayed())]);
-    let once = |bytes: &'static [u8]| reqwest::Body::wrap(Once(Some(bytes.into())));
-    middleware().post(server.url()).body(once(b"amount=10")).send().await.unwrap();
+    let stream = |bytes: &'static [u8]| reqwest::Body::wrap(Once(Some(bytes.into())));
+    middleware().post(server.url()).body(stream(b"amount=10")).send().await.unwrap();
     assert!(server.requests().iter().all(|request| request.body == b"amount=10"));
     server.assert_one_operation();
 
@@ -629,7 +651,7 @@ async fn a_body_that_streams_is_frozen() {
     settings.request_body_bytes_max = 8;
     let server = Server::start([Step::Work(created())]);
     let small = layered(http().unwrap(), settings).unwrap().build();
-    let error = small.post(server.url()).body(once(b"amount=10")).send().await.unwrap_err();
+    let error = small.post(server.url()).body(stream(b"amount=10")).send().await.unwrap_err();
     assert!(matches!(own(&error), Error::Request { .. }), "{error:?}");
     assert_eq!(server.requests(), []);
 }

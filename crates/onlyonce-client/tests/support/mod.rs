@@ -241,3 +241,13 @@ pub fn quick() -> Settings {
     settings.attempt_timeout = Duration::from_secs(2);
     settings
 }
+
+/// Settings with time for one attempt that no deadline cuts off, and for no other.
+pub fn once() -> Settings {
+    let mut settings = quick();
+    settings.deadline = Duration::from_secs(10);
+    settings.attempt_timeout = Duration::from_secs(9);
+    settings.backoff_first = Duration::from_secs(30);
+    settings.backoff_max = Duration::from_secs(30);
+    settings
+}
