@@ -4,16 +4,16 @@
 mod support;
 
 use std::io::Write;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use onlyonce_testkit::Postgres;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
-use support::{happens_within, millis, onlyonce, run, text, until};
+use support::{PATIENCE, happens_within, millis, onlyonce, run, text, until};
 use tempfile::{NamedTempFile, TempDir};
 
 /// A store, and a file in which commands note what they did.
@@ -423,6 +423,24 @@ fn a_killed_guard_takes_its_command_along_long_before_the_lease_ends() {
     let (command, grandchild) = (noted(&place, "command").unwrap(), noted(&place, "grandchild").unwrap());
     until("the command and what it started are dead", || !lives(command) && !lives(grandchild));
     ends_with(&run(place.job(&format!("{words} --busy-exit 75"), NOTE)), 75);
+}
+
+/// As `timeout --signal KILL` does it, and whatever else ends a job by its process group.
+#[test]
+fn a_guard_killed_with_its_process_group_takes_its_command_along() {
+    let place = Place::sqlite();
+    let mut job = place.job("--job a --every day --tz UTC --lease 1h --grace 500ms", STUBBORN);
+    job.process_group(0);
+    let mut guard = Started::new(job);
+    until("both run", || noted(&place, "command").is_some() && noted(&place, "grandchild").is_some());
+    kill_process_group(pid(guard.0.id()), Signal::KILL).unwrap();
+    guard.0.wait().unwrap();
+    let (command, grandchild) = (noted(&place, "command").unwrap(), noted(&place, "grandchild").unwrap());
+    let all_dead = happens_within(PATIENCE, || !lives(command) && !lives(grandchild));
+    if !all_dead {
+        let _ = kill_process_group(pid(command), Signal::KILL);
+    }
+    assert!(all_dead, "the command and what it started are dead");
 }
 
 #[test]

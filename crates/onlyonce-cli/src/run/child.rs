@@ -45,7 +45,8 @@ impl Child {
         let mut keeper = Command::new(this_program()?);
         keeper.arg0("onlyonce").arg(KEEPER);
         if is_group {
-            keeper.arg("--group");
+            // Nor is the keeper in the guard's: who kills that group with SIGKILL would leave the command without both.
+            keeper.arg("--group").process_group(0);
         }
         keeper.arg(format!("--grace-ms={}", grace.as_millis()));
         keeper.arg(format!("--lease-ends-ms={}", on_monotonic_clock(lease_ends)));
