@@ -20,6 +20,9 @@
 //! | no connection, a timeout, an answer lost or cut off | again |
 //! | a request that cannot be sent, a certificate that is not trusted, an answer too large to keep | given up |
 //!
+//! Only an error is read for a problem: a success may speak of another's. After a 303 the work may be done, whatever
+//! its result is answered with.
+//!
 //! *Again* wants a request that may be [repeated](crate::redirect::repeatable), time and budget.
 
 use std::time::Duration;

@@ -284,6 +284,15 @@ async fn an_intent_that_was_sent_before_is_never_said_not_to_be_done() {
         let said = desk.journal().await.entries().await.unwrap()[0].last_error.clone().unwrap();
         assert!(said.contains("may have been done"), "{said}");
     }
+    // The same of one that ended by itself, without a word from the server.
+    let (desk, server) = (Desk::new(), Server::start([Step::WorkAndDrop]));
+    let client = desk.client_with(once(), JournalOptions::default()).await;
+    assert_eq!(order(&client, &server).send().await.unwrap_err().work(), Work::MayBeDone);
+    desk.sql("UPDATE intents SET url = 'http://127.0.0.1:9/payments'").await;
+    for _ in 0..2 {
+        let resumed = client.resume(&HeaderMap::new()).await.unwrap();
+        assert_eq!(resumed[0].outcome.as_ref().unwrap_err().work(), Work::MayBeDone);
+    }
     let refused = Server::start([Step::Say(refusal("401 Unauthorized", "caller-unverified", ""))]);
     let (desk, server) = (Desk::new(), Server::start([stall()]));
     die_waiting(&desk.client().await, &server).await;
