@@ -119,7 +119,7 @@ pub(crate) struct Measured {
     /// In seconds.
     pub(crate) p50: Spread,
     pub(crate) p99: Spread,
-    /// Of the middle turn.
+    /// The mean of all turns.
     pub(crate) cpu: Cpu,
 }
 
@@ -225,7 +225,8 @@ impl Arena {
         let mut measured = Vec::new();
         for (number, comparison) in all.iter().enumerate() {
             let Comparison { title, connections, .. } = comparison;
-            println!("\n[{}/{}] {title}, {connections} connections", number + 1, all.len());
+            let plural = if *connections == 1 { "" } else { "s" };
+            println!("\n[{}/{}] {title}, {connections} connection{plural}", number + 1, all.len());
             for lane in self.compare(comparison, pace)? {
                 println!("  {}", crate::report::line(&lane));
                 measured.push(lane);
@@ -247,7 +248,7 @@ impl Arena {
             .lanes
             .iter()
             .zip(turns)
-            .map(|(lane, turns)| measured(comparison, *lane, turns))
+            .map(|(lane, turns)| measured(comparison, *lane, &turns))
             .collect())
     }
 
@@ -263,8 +264,10 @@ impl Arena {
             run: pace.run,
             seed: self.seeds.next(),
         };
-        let upstream = if proxied { Some(self.bare.pid()) } else { None };
-        let postgres = self.postgres_pid;
+        let upstream = proxied.then(|| self.bare.pid());
+        // An automatic vacuum after another lane's turn is not this one's.
+        let on_postgres = lane.database == Database::Postgres && lane.workload != Workload::Unguarded;
+        let postgres = on_postgres.then_some(self.postgres_pid);
         let mut generator = Generator::start(&plan)?;
         let generator_pid = generator.child.id();
         let look = || Cpu {
@@ -272,7 +275,7 @@ impl Arena {
             generator: cpu_time(generator_pid).as_secs_f64(),
             server: cpu_time(server).as_secs_f64(),
             upstream: upstream.map_or(0.0, |upstream| cpu_time(upstream).as_secs_f64()),
-            postgres: cpu_time(postgres).as_secs_f64(),
+            postgres: postgres.map_or(0.0, |postgres| cpu_time(postgres).as_secs_f64()),
             others: machine_cpu_time().as_secs_f64(),
         };
         generator.expect("begin")?;
@@ -311,15 +314,22 @@ impl Arena {
     }
 }
 
-fn measured(comparison: &Comparison, lane: Lane, mut turns: Vec<Turn>) -> Measured {
+fn measured(comparison: &Comparison, lane: Lane, turns: &[Turn]) -> Measured {
     let spread = |of: fn(&Turn) -> f64| Spread::of(turns.iter().map(of));
     let (per_second, p50, p99) = (
         spread(|turn| turn.per_second),
         spread(|turn| turn.p50.as_secs_f64()),
         spread(|turn| turn.p99.as_secs_f64()),
     );
-    turns.sort_by(|one, other| one.per_second.total_cmp(&other.per_second));
-    let cpu = turns[turns.len() / 2].cpu;
+    let mean = |of: fn(&Cpu) -> f64| turns.iter().map(|turn| of(&turn.cpu)).sum::<f64>() / turns.len() as f64;
+    let cpu = Cpu {
+        per_second: mean(|cpu| cpu.per_second),
+        generator: mean(|cpu| cpu.generator),
+        server: mean(|cpu| cpu.server),
+        upstream: mean(|cpu| cpu.upstream),
+        postgres: mean(|cpu| cpu.postgres),
+        others: mean(|cpu| cpu.others),
+    };
     let Comparison { title, connections, answer_bytes, .. } = comparison.clone();
     Measured { title, connections, answer_bytes, lane, per_second, p50, p99, cpu }
 }

@@ -63,13 +63,13 @@ const HTTP: &str = "
 ## Requests over HTTP
 
 Medians of the rounds, and the lowest and highest round in brackets. `×` is the ratio of the median to that of the
-first line of the same connections. Cores are those that were busy in the middle round: of the load generator, the
-server that is compared, the bare application behind it, Postgres, and whatever else ran on the machine. SQLite is a
-part of its server. The CPU time for one answer is that of the server and all behind it. The load generator is a closed loop: each connection sends its next request when the answer to the
-last one has arrived. The proxies' replays are from SQLite.
+first line of the same connections. CPU is the time that the server and all behind it took for one answer. Cores are
+those that were busy, on average: of the load generator, the server that is compared, the bare application behind it,
+Postgres, and whatever else ran on the machine. SQLite is a part of its server; the proxies' replays are from SQLite.
+The load generator is a closed loop: each connection sends its next request when the answer to the last has arrived.
 ";
 
-const COLUMNS: &str = "| connections | | answers/s | × | p50 | p99 | CPU µs for one | cores: generator | server | upstream | Postgres | others |\n\
+const COLUMNS: &str = "| connections | | answers/s | × | p50 | p99 | CPU µs | cores: generator | server | upstream | Postgres | others |\n\
                        |---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
 
 /// The titles in their order, each once.
