@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use onlyonce_testkit::Postgres;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
+use sqlx::Connection;
 use support::{PATIENCE, happens_within, millis, onlyonce, run, text, until};
 use tempfile::{NamedTempFile, TempDir};
 
@@ -288,6 +289,37 @@ fn a_guard_that_nobody_listens_to_does_its_work_and_ends_as_ever() {
     assert_eq!(place.notes(), ["2024-07-14 1", "2024-07-15 1", "2024-07-16 1", "2024-07-17 1"]);
     assert_eq!(unheard(place.job(&at(18), "exit 3")), Some(3));
     assert_eq!(unheard(place.job("--job a --every day --lease 10ms", NOTE)), Some(2));
+}
+
+/// A newer version wrote it: how the run ended is not known, and success is not made up.
+#[test]
+fn a_done_period_whose_record_cannot_be_read_is_not_run_again_and_no_success() {
+    let place = Place::sqlite();
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z";
+    ends_with(&run(place.job(&format!("{words} --keep-failure"), &format!("{NOTE}; exit 3"))), 3);
+    let file = place.store.strip_prefix("sqlite:").unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut connection = sqlx::SqliteConnection::connect(file).await.unwrap();
+        sqlx::query("UPDATE idempotency_keys SET head = x'ff'").execute(&mut connection).await.unwrap();
+        connection.close().await.unwrap();
+    });
+    let said = ends_with(&run(place.job(words, NOTE)), 125);
+    assert!(said.contains("a:2024-07-14 was done at 20") && said.contains("cannot be read"), "{said}");
+    assert_eq!(place.notes().len(), 1);
+}
+
+#[test]
+fn a_period_that_a_person_completed_is_done() {
+    let place = Place::sqlite();
+    let words = "--job a --every day --tz UTC --at 2024-07-14T12:00:00Z";
+    ends_with(&run(place.job(words, "exit 3")), 3);
+    let mut complete = onlyonce();
+    complete.args(["keys", "complete", "a:2024-07-14", "--status", "200", "--store", &place.store]);
+    ends_with(&run(complete), 0);
+    let said = ends_with(&run(place.job(words, NOTE)), 0);
+    assert!(said.contains("was done at 20") && said.ends_with("Z; nothing to do\n"), "{said}");
+    assert_eq!(place.notes().len(), 0);
 }
 
 /// What was done may be forgotten long before an old period that was run late, by hand.

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 
 use jiff::Timestamp;
-use onlyonce::period::{self, Period, Run};
+use onlyonce::period::{self, Period, Run, UnreadableRun};
 use onlyonce_core::backoff::Backoff;
 use onlyonce_core::record::State;
 use onlyonce_core::{
@@ -317,13 +317,19 @@ impl Guard<'_> {
             )));
         };
         let at = super::instant(completed_at);
-        let run = Run::read(&outcome).ok();
-        let (status, by) = match &run {
-            Some(run) => (run.exit_status, format!(" {}", super::by(run))),
+        let (run, status, how) = match Run::read(&outcome) {
+            Ok(run) => {
+                let status = run.exit_status;
+                let how = format!(" {}, with exit status {status}", super::by(&run));
+                (Some(run), status, how)
+            }
             // A person completed it.
-            None => (0, String::new()),
+            Err(UnreadableRun::NoRun) => (None, 0, String::new()),
+            Err(UnreadableRun::Outcome(error)) => {
+                return Err(own_failure(format!("{name} was done at {at}, but how cannot be read: {error}")));
+            }
         };
-        let message = format!("{name} was done at {at}{by}, with exit status {status}; nothing to do");
+        let message = format!("{name} was done at {at}{how}; nothing to do");
         let told = self.told(period, Result::DoneBefore, status, message);
         Ok(Told { run, completed_at: Some(at), ..told })
     }
