@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use metrics::{counter, histogram};
 use onlyonce::inbox::{Attempt, Attempted};
+use onlyonce::settings::DURATION_MAX;
 use onlyonce::{Inbox, InboxConfig, InboxError, Incoming, NotDone};
 use onlyonce_core::backoff::Backoff;
 use onlyonce_core::{StoreErrorKind, TransactionError, Transactional};
@@ -215,7 +216,7 @@ impl<T: Transactional + Clone, H: Handler<T>> Worker<T, H> {
                 warn!(why, "the attempt failed; the message is put back");
                 attempt.again().await;
                 let delay = after.unwrap_or_else(|| self.settings.retry_delay(number));
-                self.put_back(delivery, delay, "retried").await;
+                self.put_back(delivery, delay.min(DURATION_MAX), "retried").await;
             }
             Handled::NotOpened(error) => {
                 error!(%error, "no transaction could be opened");

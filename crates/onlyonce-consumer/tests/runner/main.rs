@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use onlyonce::settings::DURATION_MAX;
 use onlyonce_consumer::{
     BrokerError, Consumer, ConsumerError, DeadLetter, Delivered, Handler, InboxConfig, MessageId, NotDone,
     Reason, Settings,
@@ -659,6 +660,25 @@ async fn a_handlers_settings_are_its_own() {
     stop.cancel();
     ended.await.unwrap().unwrap();
     assert_eq!(app.effects().await, ["lock_timeout=0", "statement_timeout=0"]);
+}
+
+/// No broker can add it to a clock.
+#[tokio::test]
+async fn a_handler_that_would_wait_for_ever_waits_for_long() {
+    let (app, queue) = (OnSqlite::start(), Queue::default());
+    let running = Running::start(&app, &queue, quick(), |_, _| {
+        Box::pin(async { Err(NotDone::retry_after(Duration::MAX, "never again")) })
+    })
+    .await;
+    queue.publish(message("m", "100"));
+    let put_back = async {
+        while queue.state().put_back.is_empty() {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(Duration::from_secs(30), put_back).await.expect("it is put back");
+    running.stopped().await;
+    assert_eq!(queue.state().put_back, [("m".to_owned(), DURATION_MAX)]);
 }
 
 /// The renewal of its lease is a change that its snapshot does not have. It is not stuck, and whoever looks after it is
