@@ -356,3 +356,30 @@ async fn the_horizon_is_the_age_at_which_the_stream_drops_a_message() {
     let _subscription = broker.subscribe(1).await.unwrap();
     assert_eq!(broker.redelivery_horizon(), Some(Duration::from_secs(3_600)));
 }
+
+/// No client that holds headers to be text can read it. That must be seen, and not be a connection on which nothing comes;
+/// and other messages come in between.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_that_the_client_cannot_read_ends_the_subscription() {
+    use std::io::{BufRead, Write};
+    let queue = NatsQueue::fresh().await;
+    let mut subscription = queue.subscribe(1).await;
+    nothing(&mut subscription).await;
+    tokio::task::block_in_place(|| {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", queue.port())).unwrap();
+        let header = b"NATS/1.0\r\nNats-Msg-Id: \xfc\r\n\r\n";
+        let publish = format!(
+            "CONNECT {{\"headers\":true,\"verbose\":false}}\r\nHPUB {} {} {}\r\n",
+            queue.subject(),
+            header.len(),
+            header.len() + 1
+        );
+        stream.write_all(&[publish.as_bytes(), header, b"x\r\nPING\r\n"].concat()).unwrap();
+        let lines = std::io::BufReader::new(stream).lines();
+        assert!(lines.map(Result::unwrap).any(|line| line == "PONG"));
+    });
+    ends(&mut subscription).await;
+    queue.publish(&message("one", "1")).await;
+    let mut subscription = queue.subscribe(1).await;
+    next(&mut subscription).await.acknowledge().await.unwrap();
+}

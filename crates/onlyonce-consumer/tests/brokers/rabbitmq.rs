@@ -325,3 +325,54 @@ async fn an_acknowledgement_from_before_a_cut_is_an_error_and_settles_nothing() 
     drop((fresh, subscription));
     assert_eq!(next(&mut queue.subscribe(1).await).await.message().id.as_deref(), Some("one"));
 }
+
+/// No client that holds names and ids to be text can read it, and it stands before the rest of the queue. That must be
+/// seen, and not be a connection on which nothing comes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_that_the_client_cannot_read_ends_the_subscription() {
+    let queue = RabbitQueue::fresh().await;
+    tokio::task::block_in_place(|| published_with_id(server().port(), &queue.name, b"\xfc"));
+    for _ in 0..2 {
+        let mut subscription = queue.subscribe(1).await;
+        ends(&mut subscription).await;
+    }
+}
+
+/// As a producer that sends another encoding.
+fn published_with_id(port: u16, queue: &str, id: &[u8]) {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let short = |text: &[u8]| [&[u8::try_from(text.len()).unwrap()], text].concat();
+    let long = |text: &[u8]| [&u32::try_from(text.len()).unwrap().to_be_bytes(), text].concat();
+    let frame =
+        |kind: u8, channel: u8, payload: &[u8]| [&[kind, 0, channel], &long(payload)[..], &[0xce]].concat();
+    let answered = |stream: &mut std::net::TcpStream| {
+        let mut head = [0; 7];
+        stream.read_exact(&mut head).unwrap();
+        let length = u32::from_be_bytes([head[3], head[4], head[5], head[6]]);
+        let mut rest = vec![0; usize::try_from(length).unwrap() + 1];
+        stream.read_exact(&mut rest).unwrap();
+    };
+    let start_ok =
+        [&[0, 10, 0, 11, 0, 0, 0, 0][..], &short(b"PLAIN"), &long(b"\0guest\0guest"), &short(b"en_US")];
+    let tune_ok = [0, 10, 0, 31, 0, 1, 0, 2, 0, 0, 0, 0];
+    let open = [&[0, 10, 0, 40][..], &short(b"/"), &[0, 0]];
+    stream.write_all(b"AMQP\0\0\x09\x01").unwrap();
+    answered(&mut stream);
+    stream.write_all(&frame(1, 0, &start_ok.concat())).unwrap();
+    answered(&mut stream);
+    stream.write_all(&frame(1, 0, &tune_ok)).unwrap();
+    stream.write_all(&frame(1, 0, &open.concat())).unwrap();
+    answered(&mut stream);
+    stream.write_all(&frame(1, 1, &[0, 20, 0, 10, 0])).unwrap();
+    answered(&mut stream);
+    let publish = [&[0, 60, 0, 40, 0, 0, 0][..], &short(queue.as_bytes()), &[0]];
+    // One byte of content, and of all properties the message id.
+    let header = [&[0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0x80][..], &short(id)];
+    stream.write_all(&frame(1, 1, &publish.concat())).unwrap();
+    stream.write_all(&frame(2, 1, &header.concat())).unwrap();
+    stream.write_all(&frame(3, 1, b"x")).unwrap();
+    let close = [&[0, 20, 0, 40, 0, 200, 0][..], &[0, 0, 0, 0]];
+    stream.write_all(&frame(1, 1, &close.concat())).unwrap();
+    answered(&mut stream);
+}
