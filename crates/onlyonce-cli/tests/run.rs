@@ -786,6 +786,25 @@ fn a_signal_that_was_ignored_from_the_start_stays_ignored() {
     assert_eq!(place.notes(), ["ready", "ended"]);
 }
 
+/// The command ends well, and the next one is not begun on a host that goes away.
+#[test]
+fn a_guard_that_is_told_to_end_catches_up_no_further() {
+    let place = Place::sqlite();
+    let at =
+        |day: u32| format!("--job a --every day --tz UTC --retention 3600d --at 2024-07-{day}T12:00:00Z");
+    ends_with(&run(place.job(&at(14), "true")), 0);
+    let script = format!("trap 'exit 0' TERM; {NOTE}; for i in $(seq 100); do sleep 0.05; done");
+    let mut guard = Started::new(place.job(&format!("{} --catch-up 5", at(17)), &script));
+    until("the first is begun", || place.notes() == ["2024-07-15 1"]);
+    guard.signal(Signal::TERM);
+    let (code, said) = guard.ended();
+    assert_eq!(place.notes(), ["2024-07-15 1"]);
+    assert_eq!(code, Some(143), "{said}");
+    assert!(said.contains("told to end before a:2024-07-16 was started"), "{said}");
+    assert_eq!(place.listed("--job a")[1]["state"], "done");
+    assert_eq!(place.listed("--job a")[2]["state"], "missing");
+}
+
 #[test]
 fn a_start_that_is_told_to_end_while_it_waits_leaves_the_period_free() {
     let place = Place::sqlite();

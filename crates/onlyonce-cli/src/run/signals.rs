@@ -11,7 +11,11 @@ const PASSED_ON: [Signal; 6] =
 
 /// Signals that no longer do what they do by default. Those that whoever started this process had ignored (`nohup`, a
 /// shell's background) stay ignored, here and in the command.
-pub(super) struct Signals(mpsc::UnboundedReceiver<Signal>);
+pub(super) struct Signals {
+    received: mpsc::UnboundedReceiver<Signal>,
+    /// The last that asked to end, also if it was passed on to a command, which then ended.
+    asked_to_end: Option<Signal>,
+}
 
 impl Signals {
     pub(super) fn catch() -> io::Result<Self> {
@@ -25,24 +29,31 @@ impl Signals {
             let sender = sender.clone();
             tokio::spawn(async move { while caught.recv().await.is_some() && sender.send(kind).is_ok() {} });
         }
-        Ok(Self(receiver))
+        Ok(Self { received: receiver, asked_to_end: None })
     }
 
     pub(super) async fn next(&mut self) -> Signal {
-        match self.0.recv().await {
-            Some(signal) => signal,
+        match self.received.recv().await {
+            Some(signal) => {
+                self.note(signal);
+                signal
+            }
             None => std::future::pending().await,
         }
     }
 
-    /// One that has come and asks to end.
+    /// One that has come, now or before, and asks to end.
     pub(super) fn asked_to_end(&mut self) -> Option<Signal> {
-        while let Ok(signal) = self.0.try_recv() {
-            if ends(signal) {
-                return Some(signal);
-            }
+        while let Ok(signal) = self.received.try_recv() {
+            self.note(signal);
         }
-        None
+        self.asked_to_end
+    }
+
+    fn note(&mut self, signal: Signal) {
+        if ends(signal) {
+            self.asked_to_end = Some(signal);
+        }
     }
 }
 
