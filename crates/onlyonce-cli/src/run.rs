@@ -332,8 +332,8 @@ async fn missed(
     }
     let first = known.iter().filter_map(|run| schedule.find(&run.period).ok()).min_by_key(Period::starts_at);
     let Some(first) = first else { return Ok(Vec::new()) };
-    let done = known.iter().filter(|run| run.state == State::Done).map(|run| run.period.as_str()).collect();
-    let mut missed = runs::absent(schedule, first, due.starts_at(), &done);
+    let is_done = |run: &runs::Known| run.state == State::Done;
+    let mut missed = runs::absent(schedule, first, due.starts_at(), &known, is_done);
     let since = runs::remembered_since(&known, Some(args.retention(due)), args.tolerance);
     // What somebody has begun is known, however old.
     let begun: HashSet<&str> = known.iter().map(|run| run.period.as_str()).collect();

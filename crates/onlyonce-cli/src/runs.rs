@@ -145,18 +145,42 @@ impl Known {
     }
 }
 
-/// The periods from the one `first` up to an instant that are none of these.
+/// The periods from the one `first` up to an instant that have no run that `counts`.
 pub(crate) fn absent(
     schedule: &Schedule,
     first: Period,
     until: Timestamp,
-    known: &HashSet<&str>,
+    known: &[Known],
+    counts: impl Fn(&Known) -> bool,
 ) -> Vec<Period> {
+    let names: HashSet<&str> =
+        known.iter().filter(|run| counts(run)).map(|run| run.period.as_str()).collect();
+    let was_due = was_due(schedule, known);
     let periods = std::iter::successors(Some(first), |period| schedule.next(period));
     periods
         .take_while(|period| period.starts_at() < until)
-        .filter(|period| !known.contains(period.name()))
+        .filter(|period| !names.contains(period.name()) && was_due(period))
         .collect()
+}
+
+/// Whether a period was one when its time came: the next run that was begun tells what the job's periods were then.
+fn was_due(schedule: &Schedule, known: &[Known]) -> impl Fn(&Period) -> bool {
+    let now = schedule.every().to_string();
+    let other = |run: &Run| (run.every != now).then(|| run.every.parse().ok()).flatten();
+    let of = |every: Every| Schedule::new(every, schedule.zone().clone());
+    let mut then: Vec<(Timestamp, Option<Schedule>)> = known
+        .iter()
+        .filter_map(|known| Some((known.entry.record.granted_at.0, known.run.as_ref()?)))
+        .filter_map(|(begun, run)| Some((Timestamp::from_millisecond(begun).ok()?, other(run).map(of))))
+        .collect();
+    then.sort_by_key(|(begun, _)| *begun);
+    move |period| {
+        let next = then.partition_point(|(begun, _)| *begun < period.starts_at());
+        match then.get(next) {
+            Some((_, Some(other))) => other.find(period.name()).is_ok(),
+            _ => true,
+        }
+    }
 }
 
 /// Since when any run would still be remembered, on the store's clock. Before that a period that is not known may have been
@@ -265,8 +289,7 @@ fn rows_of(args: &ListArgs, job: &str, known: &[Known]) -> Result<Vec<view::Row>
             Some(since) => first_since(schedule, since),
             None => known.iter().filter_map(|run| find(&run.period)).min_by_key(Period::starts_at),
         };
-        let names = known.iter().map(|run| run.period.as_str()).collect();
-        let absent = first.map(|first| absent(schedule, first, now, &names)).unwrap_or_default();
+        let absent = first.map(|first| absent(schedule, first, now, known, |_| true)).unwrap_or_default();
         let retention = absent.first().filter(|_| known.is_empty()).map(period::retention_default);
         let since = remembered_since(known, retention, period::TOLERANCE_DEFAULT);
         let mut unknown = 0;

@@ -690,6 +690,22 @@ fn missed_periods_are_run_in_order_and_up_to_the_first_failure() {
     assert_eq!(place.notes()[4..], ["2024-07-11 1", "2024-07-14 2", "2024-07-15 1", "2024-07-16 1"]);
 }
 
+/// A time that was added today was not missed yesterday.
+#[test]
+fn what_a_cron_expression_did_not_name_then_was_not_missed() {
+    let place = Place::sqlite();
+    let words = |at: &str| format!("--job a --tz UTC --retention 3600d --catch-up 9 --at 2024-07-{at}:00Z");
+    for at in ["10T02:00", "12T02:00"] {
+        ends_with(&run(place.cron_job("0 2 * * *", &words(at).replace("--catch-up 9", ""), NOTE)), 0);
+    }
+    ends_with(&run(place.cron_job("0 2,14 * * *", &words("13T14:00"), NOTE)), 0);
+    let expected = ["10T02:00", "12T02:00", "11T02:00", "13T02:00", "13T14:00"];
+    assert_eq!(place.notes(), expected.map(|at| format!("2024-07-{at} 1")));
+    let rows = place.listed("--job a --limit 0");
+    let missing = rows.iter().find(|row| row["state"] == "missing").unwrap();
+    assert_eq!(missing["period"], "2024-07-14T02:00");
+}
+
 /// kubernetes #42649: after a hundred missed runs a job never started again.
 #[test]
 fn a_job_that_missed_hundreds_of_runs_starts_again() {
