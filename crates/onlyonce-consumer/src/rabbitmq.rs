@@ -14,7 +14,7 @@
 //! | the message id | the property `message_id` |
 //! | in progress | unacknowledged on a channel with a prefetch count; classic and quorum queues |
 //! | put back | the delivery is held for the delay, and then returned to its queue |
-//! | dead letter | published to the queue `QUEUE.dead` with a confirm, and only then acknowledged |
+//! | dead letter | published to the queue `QUEUE.dead`, on a connection of its own, with a confirm, and only then acknowledged |
 //! | connection lost | the broker returns what was unacknowledged to the queue; nothing of the old channel is acknowledged on a new one |
 //!
 //! A delivery that is held counts towards the prefetch: it should be larger than the number of messages that fail
@@ -44,6 +44,7 @@ use lapin::types::{AMQPValue, FieldTable, LongString, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{Acker, BasicProperties, Confirmation, Connection, ConnectionProperties, Consumer, ErrorKind};
 use tokio::runtime::Handle;
+use tokio::sync::Mutex;
 use tokio::time::{sleep, timeout};
 
 use crate::broker::{Broker, BrokerError, DeadLetter, Delivery, Subscription};
@@ -119,16 +120,20 @@ impl RabbitMq {
     }
 
     async fn open(&self, prefetch: u16) -> Result<RabbitMqSubscription, lapin::Error> {
-        let name = format!("onlyonce {}", self.queue);
-        let properties = ConnectionProperties::default().with_connection_name(name.into());
-        let connection = Connection::connect_uri(self.uri.clone(), properties).await?;
+        let connection = self.connect(self.queue.as_str()).await?;
         self.declare_dead_letters(&connection).await?;
         let channel = connection.create_channel().await?;
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
         let (options, arguments) = (BasicConsumeOptions::default(), FieldTable::default());
         let consumer = channel.basic_consume(self.queue.clone(), "".into(), options, arguments).await?;
-        let link = Arc::new(Link { connection, dead: self.dead.clone() });
-        Ok(RabbitMqSubscription { consumer: Some(consumer), link })
+        let link = Link { broker: self.clone(), publisher: Mutex::new(None), _connection: connection };
+        Ok(RabbitMqSubscription { consumer: Some(consumer), link: Arc::new(link) })
+    }
+
+    async fn connect(&self, purpose: &str) -> Result<Connection, lapin::Error> {
+        let name = format!("onlyonce {purpose}");
+        let properties = ConnectionProperties::default().with_connection_name(name.into());
+        Connection::connect_uri(self.uri.clone(), properties).await
     }
 
     /// Whoever declared it before us chose its arguments: any durability and kind will do.
@@ -186,13 +191,28 @@ pub struct RabbitMqSubscription {
 
 /// The connection, for as long as one of its deliveries may want to be settled.
 struct Link {
-    connection: Connection,
-    dead: ShortString,
+    broker: RabbitMq,
+    /// Of dead letters, from the first one on: a broker that is out of memory or disk hears nothing more from a connection
+    /// that publishes, and what it waits for are acknowledgements.
+    publisher: Mutex<Option<Arc<Connection>>>,
+    _connection: Connection,
+}
+
+impl Link {
+    async fn publisher(&self) -> Result<Arc<Connection>, lapin::Error> {
+        let mut publisher = self.publisher.lock().await;
+        if let Some(connection) = publisher.as_ref().filter(|connection| connection.status().connected()) {
+            return Ok(Arc::clone(connection));
+        }
+        let connection = self.broker.connect(self.broker.dead.as_str()).await?;
+        self.broker.declare_dead_letters(&connection).await?;
+        Ok(Arc::clone(publisher.insert(Arc::new(connection))))
+    }
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("dead", &self.dead).finish_non_exhaustive()
+        f.debug_struct("Link").field("broker", &self.broker).finish_non_exhaustive()
     }
 }
 
@@ -236,11 +256,12 @@ impl RabbitMqDelivery {
 
     async fn publish_dead(&self, letter: &DeadLetter) -> Result<Confirmation, lapin::Error> {
         // A channel of its own: what the broker refuses closes it, and nothing else.
-        let channel = self.link.connection.create_channel().await?;
+        let channel = self.link.publisher().await?.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
         let (properties, payload) = (self.dead_properties(letter), &self.message.payload);
-        let confirm = channel.basic_publish("".into(), self.link.dead.clone(), options, payload, properties);
+        let dead = self.link.broker.dead.clone();
+        let confirm = channel.basic_publish("".into(), dead, options, payload, properties);
         confirm.await?.await
     }
 
@@ -304,11 +325,15 @@ impl Delivery for RabbitMqDelivery {
     }
 
     async fn dead_letter(self, letter: &DeadLetter) -> Result<(), BrokerError> {
-        let what = format!("publish a dead letter to {}", self.link.dead);
+        let what = format!("publish a dead letter to {}", self.link.broker.dead);
         let unkept = |why: &str| Err(BrokerError::unavailable(format!("cannot {what}: {why}")));
         match in_time(&what, self.publish_dead(letter)).await?.map_err(|error| failed(&what, error))? {
             Confirmation::Ack(None) => self.acknowledge().await,
-            Confirmation::Ack(Some(_)) => unkept("there is no such queue any more"),
+            Confirmation::Ack(Some(_)) => {
+                // The next one declares it again.
+                *self.link.publisher.lock().await = None;
+                unkept("there is no such queue any more")
+            }
             Confirmation::Nack(_) => unkept("the broker did not keep it"),
             Confirmation::NotRequested => unkept("the broker does not confirm"),
         }

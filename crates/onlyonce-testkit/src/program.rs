@@ -79,6 +79,14 @@ impl Program {
         self.wait_for_greeting();
     }
 
+    /// Runs another program as the same user and in the same environment, to its end.
+    pub(crate) fn control(&self, program: &Path, arguments: &[&str]) {
+        let mut command = system::unprivileged(program);
+        command.args(arguments).current_dir(&self.folder);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        system::run(command);
+    }
+
     /// As `kill -9` does.
     pub(crate) fn crash(&self) {
         let mut child = self.take();

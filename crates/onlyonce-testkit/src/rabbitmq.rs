@@ -88,6 +88,17 @@ impl RabbitMq {
         self.private().port()
     }
 
+    /// Lets the server believe that its disk is full, or that it is not: while it is, nothing is taken from whoever
+    /// publishes.
+    ///
+    /// # Panics
+    /// If the server is not a private one, or cannot be told.
+    pub fn disk_full(&self, full: bool) {
+        let limit = if full { "1000000GB" } else { "1MB" };
+        let program = system::rabbitmq_server().with_file_name("rabbitmqctl");
+        self.private().control(&program, &["set_disk_free_limit", limit]);
+    }
+
     /// Stops the server as `kill -9` does.
     pub fn crash(&self) {
         self.private().crash();

@@ -252,8 +252,11 @@ async fn a_dead_letter_says_where_it_came_from_and_nothing_that_would_lose_it() 
 #[tokio::test]
 async fn a_dead_letter_that_nobody_keeps_is_an_error_and_the_message_comes_again() {
     let queue = RabbitQueue::fresh().await;
-    queue.publish(&message("poison", "boom")).await;
+    for id in ["other", "poison"] {
+        queue.publish(&message(id, "boom")).await;
+    }
     let mut subscription = queue.subscribe(1).await;
+    next(&mut subscription).await.dead_letter(&reason()).await.unwrap();
     let delivery = next(&mut subscription).await;
     let name = format!("{}.dead", queue.name);
     queue
@@ -264,8 +267,31 @@ async fn a_dead_letter_that_nobody_keeps_is_an_error_and_the_message_comes_again
         .unwrap();
     let error = delivery.dead_letter(&reason()).await.err().unwrap();
     assert!(error.to_string().contains(&name), "{error}");
-    // Although the connection lives.
-    assert_eq!(next(&mut subscription).await.message().id.as_deref(), Some("poison"));
+    // Although the connection lives; and the queue is declared again.
+    next(&mut subscription).await.dead_letter(&reason()).await.unwrap();
+    assert_eq!(queue.dead_letter().await.id.as_deref(), Some("poison"));
+}
+
+/// A broker that is out of disk or memory takes nothing more from a connection that publishes, and acknowledgements are
+/// what it waits for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_are_acknowledged_while_the_broker_takes_no_dead_letter() {
+    let queue = RabbitQueue::alone().await;
+    for id in ["poison", "one", "two"] {
+        queue.publish(&message(id, "x")).await;
+    }
+    let mut subscription = queue.subscribe(2).await;
+    let (poison, one) = (next(&mut subscription).await, next(&mut subscription).await);
+    tokio::task::block_in_place(|| queue.server().disk_full(true));
+    let given_up = tokio::spawn(async move { poison.dead_letter(&reason()).await });
+    sleep(Duration::from_secs(1)).await;
+    one.acknowledge().await.unwrap();
+    // Only if the broker has heard it.
+    let two = next(&mut subscription).await;
+    assert_eq!((two.message().id.as_deref(), given_up.is_finished()), (Some("two"), false));
+    tokio::task::block_in_place(|| queue.server().disk_full(false));
+    given_up.await.unwrap().unwrap();
+    assert_eq!(queue.dead_letter().await.id.as_deref(), Some("poison"));
 }
 
 /// The broker says so, and nothing else happens to the connection.
