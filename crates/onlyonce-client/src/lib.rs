@@ -36,6 +36,13 @@
 //! the other machine have the same key as the first. A key that is a hash of the body is wrong: two payments
 //! of the same amount become one, and a retry with a new timestamp becomes two.
 //!
+//! # Other clients of reqwest in the same program
+//!
+//! This crate has reqwest's feature `rustls-no-provider` on, with the provider `ring` for the clients that it makes. A
+//! program whose *other* `reqwest::Client`s are built without a provider (with `default-features = false` and no feature
+//! for TLS) must name one first, or building them panics:
+//! `rustls::crypto::ring::default_provider().install_default()`.
+//!
 //! # Example
 //!
 //! ```

@@ -34,6 +34,8 @@ async fn main() -> ExitCode {
 }
 
 async fn serve() -> Result<(), Box<dyn Error>> {
+    // For providers that speak HTTPS.
+    rustls::crypto::ring::default_provider().install_default().map_err(|_| "TLS is set up twice")?;
     let url = std::env::var("DATABASE_URL")
         .map_err(|_| "set DATABASE_URL to a Postgres database, such as postgres://localhost/payments")?;
     let provider = std::env::var("CARD_PROVIDER").unwrap_or_else(|_| "http://127.0.0.1:3001".into());
