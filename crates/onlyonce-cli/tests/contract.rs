@@ -387,7 +387,7 @@ fn an_upstreams_own_409_is_told_apart_from_ours_and_cannot_pose_as_a_replay() {
     let conflict = post("k")
         .order("status=409")
         .line("x-add", "Idempotent-Replayed: true")
-        .line("x-add", "Onlyonce-Refused: request-in-progress")
+        .line("x-add", "Onlyonce-Refused: response-not-kept")
         .line("x-add", "Onlyonce-Other: 1");
     let first = conflict.send(&proxy);
     assert_eq!((first.refusal(), first.replayed()), ((409, "not refused"), false));
