@@ -14,8 +14,9 @@ pub struct Message {
     pub headers: Vec<(String, Bytes)>,
     /// The payload; it is held in memory.
     pub payload: Bytes,
-    /// How often the broker says that it has delivered the message, this time included. For logs only: what counts
-    /// as an attempt is counted in the store, because a broker also counts deliveries that never reached a handler.
+    /// How often the broker says that it has delivered the message, this time included. 1 only if that is certain: the store
+    /// is then not asked for earlier attempts before this one. They are counted there, because a broker also counts
+    /// deliveries that never reached a handler.
     pub deliveries: Option<u64>,
 }
 

@@ -407,9 +407,9 @@ fn code(error: &lapin::Error) -> Option<u16> {
 /// any.
 fn deliveries(properties: &BasicProperties, redelivered: bool) -> Option<u64> {
     let counted = properties.headers().as_ref().and_then(|headers| headers.inner().get("x-delivery-count"));
-    match counted.and_then(number) {
-        Some(before) => Some(u64::try_from(before).unwrap_or(0) + 1),
-        None => (!redelivered).then_some(1),
+    match counted.and_then(number).and_then(|before| u64::try_from(before).ok()) {
+        Some(before) if before > 0 => Some(before.saturating_add(1)),
+        _ => (!redelivered).then_some(1),
     }
 }
 

@@ -333,6 +333,20 @@ async fn a_quorum_queue_is_consumed_and_counts_deliveries() {
     nothing(&mut subscription).await;
 }
 
+/// The header is the broker's on a quorum queue only; elsewhere a producer may have copied it from there.
+#[tokio::test]
+async fn a_message_that_was_delivered_before_is_not_taken_for_a_new_one() {
+    let queue = RabbitQueue::fresh().await;
+    let mut headers = FieldTable::default();
+    headers.insert("x-delivery-count".into(), AMQPValue::LongLongInt(0));
+    queue.publish_with(b"{}", BasicProperties::default().with_headers(headers)).await;
+    let mut subscription = queue.subscribe(1).await;
+    let delivery = next(&mut subscription).await;
+    assert_eq!(delivery.message().deliveries, Some(1));
+    delivery.put_back(Duration::ZERO).await.unwrap();
+    assert_ne!(next(&mut subscription).await.message().deliveries, Some(1));
+}
+
 /// A delivery tag means another message on another channel.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_acknowledgement_from_before_a_cut_is_an_error_and_settles_nothing() {
