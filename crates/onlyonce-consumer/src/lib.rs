@@ -17,8 +17,8 @@
 //! 6. Otherwise the transaction is rolled back. The message is put back for later, or is dead-lettered: at its last
 //!    attempt, or because the handler said that it [can never be processed](NotDone::Failed).
 //!
-//! A database that is away is waited for: nothing is acknowledged, and no attempt is counted. A broker that is away is
-//! connected to again and again.
+//! A database that is away is waited for: nothing is acknowledged, and no attempt is counted, but for one whose count was
+//! being written when the database went. A broker that is away is connected to again and again.
 //!
 //! # Deployment
 //!
