@@ -45,6 +45,7 @@ use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, HeaderMap, Req
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt};
+use percent_encoding::percent_decode_str;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -84,21 +85,25 @@ pub struct Nats {
 
 impl Nats {
     /// The durable consumer with this name, of this stream, on one of these servers: URLs with commas between them,
-    /// `nats://user:password@host:port` or `tls://…`, which trusts the certificates of the operating system.
+    /// `nats://user:password@host:port` or `tls://…`, which trusts the certificates of the operating system. A user without
+    /// a password is a token. The first URL that has either signs in at all of them.
     ///
     /// # Errors
     /// If a URL cannot be understood.
     pub fn new(servers: &str, stream: &str, consumer: &str) -> Result<Self, BrokerError> {
-        let servers: Result<_, _> = servers.split(',').map(|server| server.trim().parse()).collect();
+        let servers: Result<Vec<ServerAddr>, _> =
+            servers.split(',').map(|server| server.trim().parse()).collect();
         // Not the URL itself: it may have a password in it.
         let understood = |error| {
             BrokerError::refused(format!(
                 "the URL of a server must be nats://user:password@host:port: {error}"
             ))
         };
+        let servers = servers.map_err(understood)?;
+        let options = ConnectOptions::new().name(format!("onlyonce {consumer}")).ping_interval(PING_INTERVAL);
         Ok(Self {
-            servers: servers.map_err(understood)?,
-            options: ConnectOptions::new().name(format!("onlyonce {consumer}")).ping_interval(PING_INTERVAL),
+            options: signed_in(options, &servers),
+            servers,
             stream: stream.to_owned(),
             consumer: consumer.to_owned(),
             filter: String::new(),
@@ -325,6 +330,17 @@ impl fmt::Debug for Nats {
             .field("consumer", &self.consumer)
             .field("dead", &self.dead)
             .finish_non_exhaustive()
+    }
+}
+
+/// The client itself takes no notice of what is before the host.
+fn signed_in(options: ConnectOptions, servers: &[ServerAddr]) -> ConnectOptions {
+    let plain = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+    let Some(server) = servers.iter().find(|server| server.has_user_pass()) else { return options };
+    let user = plain(server.username().unwrap_or_default());
+    match server.password() {
+        Some(password) => options.user_and_password(user, plain(password)),
+        None => options.token(user),
     }
 }
 

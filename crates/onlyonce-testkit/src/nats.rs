@@ -34,12 +34,25 @@ impl Nats {
     /// With the reason if it does not start.
     #[must_use]
     pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// A server of its own that asks for this user and password; they are not in its [`url`](Self::url).
+    ///
+    /// # Panics
+    /// With the reason if it does not start.
+    #[must_use]
+    pub fn start_for(user: &str, password: &str) -> Self {
+        Self::start_with(&["--user", user, "--pass", password])
+    }
+
+    fn start_with(more: &[&str]) -> Self {
         let program = system::nats_server();
         let folder = system::folder("onlyonce-nats-");
         let [port] = system::free_ports();
         let arguments =
             ["--addr", "127.0.0.1", "--port", &port.to_string(), "--jetstream", "--store_dir", "data"];
-        let arguments = arguments.map(str::to_owned).to_vec();
+        let arguments = arguments.iter().chain(more).map(|&argument| argument.to_owned()).collect();
         // It greets whoever connects.
         let server = Program::start(program, arguments, Vec::new(), &folder, port, b"", "");
         Self { url: format!("nats://127.0.0.1:{port}"), private: Some(server) }

@@ -208,6 +208,24 @@ async fn an_acknowledgement_that_the_broker_never_heard_is_an_error() {
 }
 
 #[tokio::test]
+async fn the_user_and_password_of_the_url_sign_in() {
+    let server = tokio::task::spawn_blocking(|| Server::start_for("app", "p@ss/1")).await.unwrap();
+    for (signs_in, url) in [
+        ("an absent stream", format!("nats://app:p%40ss%2F1@127.0.0.1:{}", server.port())),
+        ("cannot connect", format!("nats://app:wrong@127.0.0.1:{}", server.port())),
+        ("cannot connect", server.url().to_owned()),
+    ] {
+        let error = Nats::new(&url, "ORDERS", CONSUMER).unwrap().subscribe(1).await.err().unwrap();
+        let absent = error.to_string().contains("cannot read the stream ORDERS");
+        assert_eq!(
+            (error.kind(), absent),
+            (BrokerErrorKind::Refused, signs_in == "an absent stream"),
+            "{error}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn an_absent_stream_is_refused() {
     let queue = NatsQueue::fresh().await;
     let broker = Nats::new(queue.server().url(), "nowhere", CONSUMER).unwrap();
