@@ -5,10 +5,9 @@
 
 use std::collections::HashSet;
 use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use tokio::runtime::Handle;
-use tokio::sync::{mpsc, oneshot};
-use tokio::task::JoinSet;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use tracing::error;
 
 use crate::identity::{Id, Operation};
@@ -47,14 +46,46 @@ pub trait Writer: Send + 'static {
 /// Hands calls to [`Writer`]s in batches. Clones share the writers, which end with the last of them.
 #[derive(Clone, Debug)]
 pub struct Group {
-    jobs: mpsc::Sender<Job>,
+    handle: Arc<Handle>,
 }
 
+/// What the clones of a [`Group`] share.
+#[derive(Debug)]
+struct Handle(Arc<Queue>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// The calls that no writer has yet.
+#[derive(Debug)]
+struct Queue {
+    state: Mutex<State>,
+    /// Wakes a writer that has nothing to do.
+    work: Notify,
+    places: Arc<Semaphore>,
+    calls_max: usize,
+}
+
+#[derive(Debug)]
+struct State {
+    waiting: Vec<Job>,
+    /// The keys that are being written. Calls on them wait their turn, and so keep their order.
+    ids_held: HashSet<Id>,
+    open: bool,
+}
+
+#[derive(Debug)]
 struct Job {
     call: Call,
     reply: oneshot::Sender<Answer>,
+    /// Given back when the call is in a batch.
+    _place: Option<OwnedSemaphorePermit>,
 }
 
+#[derive(Debug)]
 struct Answer {
     result: Result<Reply, StoreError>,
     orphan: Orphan,
@@ -62,24 +93,32 @@ struct Answer {
 
 /// A key that was claimed for a caller who may never learn of it. Dropped with the answer unread, it
 /// releases the key, which would otherwise stay held by nobody until its lease ends.
+#[derive(Debug)]
 struct Orphan {
     release: Option<Call>,
-    jobs: mpsc::WeakSender<Job>,
+    group: Weak<Handle>,
 }
 
 impl Drop for Orphan {
     fn drop(&mut self) {
         let Some(call) = self.release.take() else { return };
-        if let (Some(jobs), Ok(runtime)) = (self.jobs.upgrade(), Handle::try_current()) {
+        if let Some(handle) = self.group.upgrade() {
             let (reply, _) = oneshot::channel();
-            runtime.spawn(async move { jobs.send(Job { call, reply }).await });
+            handle.0.push(Job { call, reply, _place: None });
         }
     }
 }
 
+/// How many batches' worth of calls may wait in all.
+const BATCHES_WAITING_MAX: usize = 32;
+
+/// How many bytes of outcomes one batch has at most, unless a single one is larger. A message that is too
+/// big for the database or the time that a call may take would fail for everyone in it.
+const BATCH_BYTES_MAX: usize = 8 << 20;
+
 impl Group {
-    /// Starts the writer on a task of its own. A batch has at most `calls_max` calls, and as many
-    /// again may wait for the next.
+    /// Starts the writer on a task of its own. A batch has at most `calls_max` calls, and 32 times as many
+    /// may wait for the next.
     pub fn start(writer: impl Writer, calls_max: usize) -> Self {
         Self::start_many([writer], calls_max)
     }
@@ -87,9 +126,16 @@ impl Group {
     /// Starts several writers, so that one batch is sent while another commits. The calls on one key are
     /// in one batch at a time, and so keep their order.
     pub fn start_many<W: Writer>(writers: impl IntoIterator<Item = W>, calls_max: usize) -> Self {
-        let (jobs, queue) = mpsc::channel(calls_max);
-        tokio::spawn(run(writers.into_iter().collect(), queue, jobs.downgrade(), calls_max));
-        Self { jobs }
+        let handle = Arc::new(Handle(Arc::new(Queue {
+            state: Mutex::new(State { waiting: Vec::new(), ids_held: HashSet::new(), open: true }),
+            work: Notify::new(),
+            places: Arc::new(Semaphore::new(calls_max * BATCHES_WAITING_MAX)),
+            calls_max,
+        })));
+        for writer in writers {
+            tokio::spawn(run(writer, Arc::clone(&handle.0), Arc::downgrade(&handle)));
+        }
+        Self { handle }
     }
 
     /// Applies one call, together with whatever else is waiting.
@@ -97,9 +143,13 @@ impl Group {
     /// # Errors
     /// As the writer says; [`StoreErrorKind::Ambiguous`] if it went away with the call in hand.
     pub async fn call(&self, call: Call) -> Result<Reply, StoreError> {
-        let (reply, answer) = oneshot::channel();
         let closed = || StoreError::new(StoreErrorKind::Unavailable, "the store is closed");
-        self.jobs.send(Job { call, reply }).await.map_err(|_| closed())?;
+        let queue = &self.handle.0;
+        let place = Arc::clone(&queue.places).acquire_owned().await.map_err(|_| closed())?;
+        let (reply, answer) = oneshot::channel();
+        if !queue.push(Job { call, reply, _place: Some(place) }) {
+            return Err(closed());
+        }
         let Answer { result, mut orphan } = answer.await.map_err(|_| {
             StoreError::new(StoreErrorKind::Ambiguous, "the store was closed during the call")
         })?;
@@ -108,61 +158,89 @@ impl Group {
     }
 }
 
-async fn run<W: Writer>(
-    mut idle: Vec<W>,
-    mut queue: mpsc::Receiver<Job>,
-    sender: mpsc::WeakSender<Job>,
-    calls_max: usize,
-) {
-    let mut waiting = Vec::new();
-    let mut busy = JoinSet::new();
-    let mut ids_held = HashSet::new();
-    let mut open = true;
-    loop {
-        if let Some(writer) = idle.pop() {
-            let batch = next_batch(&mut waiting, &ids_held, calls_max);
-            if !batch.is_empty() {
+impl Queue {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `false` if no writer will take it.
+    fn push(&self, job: Job) -> bool {
+        {
+            let mut state = self.state();
+            if !state.open {
+                return false;
+            }
+            state.waiting.push(job);
+        }
+        // The writer that wrote last has the connection that is least likely to be gone.
+        self.work.notify_last();
+        true
+    }
+
+    /// Ends the writers, once they have written what waits.
+    fn close(&self) {
+        self.places.close();
+        self.state().open = false;
+        self.work.notify_one();
+    }
+
+    /// The next batch; `None` if there will be none.
+    async fn next(&self) -> Option<Vec<Job>> {
+        loop {
+            {
+                let mut state = self.state();
+                let State { waiting, ids_held, open } = &mut *state;
+                let (batch, cut) = next_batch(waiting, ids_held, self.calls_max);
                 ids_held.extend(batch.iter().map(|job| job.call.id()));
-                busy.spawn(write(writer, batch, sender.clone()));
-                continue;
-            }
-            idle.push(writer);
-        }
-        if !open && busy.is_empty() {
-            return;
-        }
-        // Calls on a key that is being written wait their turn, and must not keep those on other keys out.
-        let held = waiting.iter().filter(|job: &&Job| ids_held.contains(&job.call.id())).count();
-        let room =
-            calls_max.saturating_sub(waiting.len() - held).min(WAITING_MAX.saturating_sub(waiting.len()));
-        tokio::select! {
-            received = queue.recv_many(&mut waiting, room), if open && room > 0 && !idle.is_empty() => {
-                open = received > 0;
-            }
-            Some(written) = busy.join_next() => match written {
-                Ok((writer, ids)) => {
-                    ids.iter().for_each(|id| { ids_held.remove(id); });
-                    idle.push(writer);
+                let ended = !*open && waiting.is_empty();
+                drop(state);
+                if cut || ended {
+                    self.work.notify_one();
                 }
-                Err(error) => {
-                    error!(%error, "a writer ended early");
-                    busy.detach_all();
-                    return;
+                if !batch.is_empty() {
+                    return Some(batch);
                 }
-            },
+                if ended {
+                    return None;
+                }
+            }
+            self.work.notified().await;
+        }
+    }
+
+    fn let_go(&self, ids: &[Id]) {
+        let mut state = self.state();
+        for id in ids {
+            state.ids_held.remove(id);
         }
     }
 }
 
-/// How many calls may wait in all.
-const WAITING_MAX: usize = 8_192;
+/// Closes the queue when a writer ends early, by a panic or with its runtime: the keys that it holds would
+/// never be let go.
+struct Lifeline<'a>(&'a Queue);
 
-/// How many bytes of outcomes one batch has at most, unless a single one is larger. A message that is too
-/// big for the database or the time that a call may take would fail for everyone in it.
-const BATCH_BYTES_MAX: usize = 8 << 20;
+impl Drop for Lifeline<'_> {
+    fn drop(&mut self) {
+        self.0.close();
+        let waiting = std::mem::take(&mut self.0.state().waiting);
+        if !waiting.is_empty() {
+            error!(calls = waiting.len(), "a writer ended early");
+        }
+    }
+}
 
-/// Takes what may be written now, in the order in which rows are locked.
-fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) -> Vec<Job> {
+async fn run<W: Writer>(mut writer: W, queue: Arc<Queue>, group: Weak<Handle>) {
+    let _lifeline = Lifeline(&queue);
+    while let Some(batch) = queue.next().await {
+        let ids: Vec<Id> = batch.iter().map(|job| job.call.id()).collect();
+        write(&mut writer, batch, &group).await;
+        queue.let_go(&ids);
+    }
+}
+
+/// Takes what may be written now, in the order in which rows are locked; `true` if there is more of it.
+fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) -> (Vec<Job>, bool) {
     // Nobody waits for these any more. A grant must not be given to a caller that has left; the other
     // calls finish work that is done.
     waiting.retain(|job| !(job.reply.is_closed() && job.call.write().is_some_and(Write::is_grant)));
@@ -185,17 +263,16 @@ fn next_batch(waiting: &mut Vec<Job>, ids_held: &HashSet<Id>, calls_max: usize) 
     }
     // Two writers that lock rows in different orders deadlock. Calls on one key keep their order.
     batch.sort_by_key(|job| job.call.id());
-    batch
+    (batch, full)
 }
 
-/// Writes one batch and answers its callers; gives the writer back, and the ids that were in the batch.
-async fn write<W: Writer>(mut writer: W, batch: Vec<Job>, sender: mpsc::WeakSender<Job>) -> (W, Vec<Id>) {
-    let ids = batch.iter().map(|job| job.call.id()).collect();
+/// Writes one batch and answers its callers.
+async fn write<W: Writer>(writer: &mut W, batch: Vec<Job>, group: &Weak<Handle>) {
     let (calls, replies): (Vec<_>, Vec<_>) = batch.into_iter().map(|job| (job.call, job.reply)).unzip();
     let results = writer.write(&calls).await;
     if results.len() != calls.len() {
         error!(calls = calls.len(), results = results.len(), "the writer lost count of its calls");
-        return (writer, ids);
+        return;
     }
     let mut orphans = Vec::new();
     for ((call, reply), result) in calls.into_iter().zip(replies).zip(results) {
@@ -205,7 +282,7 @@ async fn write<W: Writer>(mut writer: W, batch: Vec<Job>, sender: mpsc::WeakSend
             Some(write) if applied && write.is_first_grant() => Some(Call::Remove(call.id(), write.revision)),
             _ => None,
         };
-        let orphan = Orphan { release, jobs: sender.clone() };
+        let orphan = Orphan { release, group: Weak::clone(group) };
         if let Err(mut undelivered) = reply.send(Answer { result, orphan }) {
             orphans.extend(undelivered.orphan.release.take());
         }
@@ -214,7 +291,6 @@ async fn write<W: Writer>(mut writer: W, batch: Vec<Job>, sender: mpsc::WeakSend
     if !orphans.is_empty() {
         writer.write(&orphans).await;
     }
-    (writer, ids)
 }
 
 impl Call {
@@ -636,7 +712,8 @@ mod tests {
                 let mut others = vec![spawn(&group, insert("other-0", 1))];
                 slow.settle().await;
                 if queue_full {
-                    others.push(spawn(&group, insert("other-1", 1)));
+                    let waiting = 1..=BATCHES_WAITING_MAX;
+                    others.extend(waiting.map(|at| spawn(&group, insert(&format!("other-{at}"), 1))));
                     slow.settle().await;
                 }
                 let answered = {
@@ -652,7 +729,7 @@ mod tests {
                     }
                     answered
                 };
-                slow.commit(10).await;
+                slow.commit(2 * BATCHES_WAITING_MAX).await;
                 for other in others {
                     assert!(other.await.expect("no panic").is_ok(), "the others are served");
                 }
