@@ -135,8 +135,8 @@ impl Place {
             }
             Kind::Sqlite { .. } => {
                 let expires = match copies {
-                    Copies::Live => "expires_at + n",
-                    Copies::Expired => "created_at",
+                    Copies::Live => "expires_at + n, sweep_at + n",
+                    Copies::Expired => "created_at, created_at",
                 };
                 let sql = format!(
                     "WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {many}) \

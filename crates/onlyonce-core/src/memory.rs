@@ -9,7 +9,7 @@ use async_trait::async_trait;
 
 use crate::identity::{Id, Operation};
 use crate::record::{Record, Revision, Seen, Timestamp, Write};
-use crate::store::{Cursor, Entry, Filter, Inserted, Inspect, Replaced, Store, StoreError};
+use crate::store::{Cursor, Entry, Filter, Inserted, Inspect, Page, Replaced, Store, StoreError};
 
 /// A store in memory. Clones share their records.
 #[derive(Clone)]
@@ -102,27 +102,22 @@ impl Store for MemoryStore {
 
 #[async_trait]
 impl Inspect for MemoryStore {
-    async fn list(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Vec<Entry>, StoreError> {
+    async fn page(&self, filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> Result<Page, StoreError> {
         let records = self.records();
         let now = (self.clock)();
         let mut entries: Vec<Entry> = records
             .values()
             .filter(|(operation, record)| {
                 matches(filter, operation)
-                    && after.is_none_or(|after| {
-                        (record.created_at, operation.id()) > (after.created_at, after.id)
-                    })
+                    && after.is_none_or(|after| (record.created_at, operation.id()) > (after.at, after.id))
             })
             .map(|(operation, record)| Entry { operation: operation.clone(), record: record.clone(), now })
             .collect();
         entries.sort_by_key(|entry| (entry.record.created_at, entry.operation.id()));
         entries.truncate(rows_max as usize);
-        Ok(entries)
+        let last = entries.last().filter(|_| entries.len() >= rows_max as usize);
+        let next = last.map(|entry| Cursor { at: entry.record.created_at, id: entry.operation.id() });
+        Ok(Page { entries, unreadable: Vec::new(), next })
     }
 }
 

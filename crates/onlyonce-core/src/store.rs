@@ -222,16 +222,28 @@ pub struct Migrated {
 /// depend on it.
 #[async_trait]
 pub trait Inspect: Send + Sync + 'static {
-    /// Records that match `filter`, oldest grant first, starting after `after`; at most `rows_max`.
+    /// Records that match `filter`, starting after `after`; at most `rows_max`. A damaged one does not hide the
+    /// others: whoever decides about a key must know all of its records.
+    ///
+    /// The order is the store's own, and a record never moves towards its front. So one that changes between
+    /// two pages may be met twice, and is never missed. Of records with the same retention the oldest come
+    /// first.
     ///
     /// # Errors
     /// Fails if the store cannot be read; nothing is written either way.
-    async fn list(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Vec<Entry>, StoreError>;
+    async fn page(&self, filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> Result<Page, StoreError>;
+
+    /// The first records that match `filter`, at most `rows_max`, in the order of [`page`](Self::page).
+    ///
+    /// # Errors
+    /// Fails if the store cannot be read or one of them is damaged.
+    async fn list(&self, filter: &Filter, rows_max: u32) -> Result<Vec<Entry>, StoreError> {
+        let Page { entries, unreadable, .. } = self.page(filter, None, rows_max).await?;
+        match unreadable.into_iter().next() {
+            Some(damage) => Err(StoreError::new(StoreErrorKind::Unreadable, damage)),
+            None => Ok(entries),
+        }
+    }
 }
 
 /// Which records to list. `None` matches everything.
@@ -249,19 +261,19 @@ pub struct Filter {
     pub key: Option<String>,
 }
 
-/// Where a listing goes on: the `created_at` and id of the last entry of the page before.
+/// Where a listing goes on: behind the last entry of the page before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cursor {
-    /// [`Record::created_at`] of that entry.
-    pub created_at: Timestamp,
-    /// Its id.
+    /// Its place in the store's order.
+    pub at: Timestamp,
+    /// Its id, for several may have the same place.
     pub id: Id,
 }
 
 /// A part of a listing, with what is damaged apart.
 #[derive(Clone, Debug, Default)]
 pub struct Page {
-    /// The records that can be read, as in [`Inspect::list`].
+    /// The records that can be read.
     pub entries: Vec<Entry>,
     /// The others, in a line each: which it is, and what is wrong with it.
     pub unreadable: Vec<String>,

@@ -246,31 +246,6 @@ impl PostgresStore {
         detached(async move { facts::facts(&mut *caretaker.lock().await).await }).await
     }
 
-    /// A part of a listing that no damaged record stops.
-    ///
-    /// # Errors
-    /// If the database cannot be read.
-    pub async fn page(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Page, StoreError> {
-        let rows = self.listed(filter, after, rows_max).await?;
-        let mut page = Page::default();
-        for row in &rows {
-            match entry(row) {
-                Ok(entry) => page.entries.push(entry),
-                Err(error) => page.unreadable.push(error.to_string()),
-            }
-        }
-        if let Some(last) = rows.last().filter(|_| rows.len() >= rows_max as usize) {
-            let cursor = sql::cursor(last);
-            page.next = Some(cursor.map_err(|reason| StoreError::new(StoreErrorKind::Unreadable, reason))?);
-        }
-        Ok(page)
-    }
-
     async fn listed(
         &self,
         filter: &Filter,
@@ -334,14 +309,20 @@ impl Store for PostgresStore {
 
 #[async_trait]
 impl Inspect for PostgresStore {
-    async fn list(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Vec<Entry>, StoreError> {
+    async fn page(&self, filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> Result<Page, StoreError> {
         let rows = self.listed(filter, after, rows_max).await?;
-        rows.iter().map(entry).collect()
+        let mut page = Page::default();
+        for row in &rows {
+            match entry(row) {
+                Ok(entry) => page.entries.push(entry),
+                Err(error) => page.unreadable.push(error.to_string()),
+            }
+        }
+        if let Some(last) = rows.last().filter(|_| rows.len() >= rows_max as usize) {
+            let cursor = sql::cursor(last);
+            page.next = Some(cursor.map_err(|reason| StoreError::new(StoreErrorKind::Unreadable, reason))?);
+        }
+        Ok(page)
     }
 }
 
@@ -396,25 +377,35 @@ fn list_query(
     if id.is_some() {
         text += &format!(" AND id = {}::bytea", place());
     }
+    if key.is_some() {
+        text += &format!(" AND id BETWEEN {}::bytea AND {}::bytea", place(), place());
+    }
     let parts = [("key", key), ("namespace", namespace), ("endpoint", endpoint), ("caller", caller)];
     for (column, _) in parts.iter().filter(|(_, value)| value.is_some()) {
         text += &format!(" AND {column} = {}::text", place());
     }
     let after = after.cloned();
+    // Those under one key are few, and sorted. The index in this order would be read until they are found.
+    let order = if parts[0].1.is_some() { "sweep_at + 0" } else { "sweep_at" };
     if after.is_some() {
-        text += &format!(" AND (created_at, id) > ({}::bigint, {}::bytea)", place(), place());
+        text += &format!(" AND ({order}, id) > ({}::bigint, {}::bytea)", place(), place());
     }
-    text += &format!(" ORDER BY created_at, id LIMIT {}::bigint", place());
+    text += &format!(" ORDER BY {order}, id LIMIT {}::bigint", place());
     let arguments = move || {
         let mut to = PgArguments::default();
         if let Some(id) = id {
             to.add(&id.0[..])?;
         }
+        if let Some(key) = &parts[0].1 {
+            let span = Id::span(key);
+            to.add(&span.start().0[..])?;
+            to.add(&span.end().0[..])?;
+        }
         for value in parts.iter().filter_map(|(_, value)| value.as_deref()) {
             to.add(sql::escaped(value))?;
         }
-        if let Some(Cursor { created_at, id }) = &after {
-            to.add(created_at.0)?;
+        if let Some(Cursor { at, id }) = &after {
+            to.add(at.0)?;
             to.add(&id.0[..])?;
         }
         to.add(i64::from(rows_max))?;

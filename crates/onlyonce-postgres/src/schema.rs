@@ -29,7 +29,11 @@ const MIGRATION_LOCK: i64 = 0x6f6e_6c79_6f6e_6365;
 /// - Times are milliseconds and not `timestamptz`, which ends before the far future does.
 /// - Nothing that completing a key changes is indexed, and half of each page is left free, so that the
 ///   completed row fits beside the claim and no index is written (a HOT update). `sweep_at` is how sweeps
-///   find what expired: it is `expires_at` as of the claim, and completing in time only brings that nearer.
+///   find what expired, and the order of listings: it is `expires_at` as of the claim, and completing in time
+///   only brings that nearer.
+/// - There are two indexes because every claim pays for each of them. A client key is found through the id:
+///   see [`Id::span`](onlyonce_core::Id::span).
+/// - One check: it is read and prepared for every statement that writes.
 /// - Rows die as fast as keys are claimed: twice each, by completion and by sweep. The default of a fifth
 ///   of the table would let millions gather before a vacuum; here it is a fiftieth, and the statistics that
 ///   the vacuum brings keep pace. A vacuum without pauses is short, and its work is small when it comes often.
@@ -53,11 +57,8 @@ CREATE TABLE {schema}.idempotency_keys (
     key                text    COLLATE \"C\" NOT NULL,
     head               bytea,
     body               bytea,
-    CHECK (octet_length(id) = 32 AND octet_length(revision) = 16),
-    CHECK (sweep_at >= expires_at),
-    CHECK (CASE WHEN lease_until IS NULL
-           THEN completed_at IS NOT NULL AND status IS NOT NULL AND head IS NOT NULL AND body IS NOT NULL
-           ELSE completed_at IS NULL AND status IS NULL AND head IS NULL AND body IS NULL END)
+    CHECK (sweep_at >= expires_at
+           AND num_nonnulls(completed_at, status, head, body) = CASE WHEN lease_until IS NULL THEN 4 ELSE 0 END)
 ) WITH (
     fillfactor = 50,
     autovacuum_vacuum_scale_factor = 0.02,
@@ -69,8 +70,6 @@ CREATE TABLE {schema}.idempotency_keys (
     toast.autovacuum_vacuum_cost_delay = 0
 );
 CREATE INDEX idempotency_keys_sweep_at ON {schema}.idempotency_keys (sweep_at);
-CREATE INDEX idempotency_keys_created_at ON {schema}.idempotency_keys (created_at);
-CREATE INDEX idempotency_keys_key ON {schema}.idempotency_keys (key);
 "];
 
 /// The table of the keys, in the schema.

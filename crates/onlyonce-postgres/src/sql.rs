@@ -293,7 +293,8 @@ fn sweep(table: &str) -> String {
 /// Race: none; a listing is a snapshot, and nothing is decided from it.
 fn list(table: &str) -> String {
     format!(
-        "WITH {CLOCK} SELECT {COLUMNS}, now, namespace, endpoint, caller, key FROM {table}, clock WHERE true"
+        "WITH {CLOCK} SELECT {COLUMNS}, now, namespace, endpoint, caller, key, sweep_at \
+         FROM {table}, clock WHERE true"
     )
 }
 
@@ -472,6 +473,9 @@ const WRITTEN_COLUMN: usize = 14;
 /// The first of the four readable parts in a listing.
 const SCOPE_COLUMN: usize = 14;
 
+/// The column of a listing that gives its order.
+const ORDER_COLUMN: usize = 18;
+
 /// Which id a row is about.
 pub(crate) fn id(row: &PgRow) -> Result<Id, String> {
     bytes(row, 0).map(Id)
@@ -479,7 +483,7 @@ pub(crate) fn id(row: &PgRow) -> Result<Id, String> {
 
 /// Where a listing goes on after this row.
 pub(crate) fn cursor(row: &PgRow) -> Result<Cursor, String> {
-    Ok(Cursor { created_at: Timestamp(get(row, 5)?), id: id(row)? })
+    Ok(Cursor { at: Timestamp(get(row, ORDER_COLUMN)?), id: id(row)? })
 }
 
 /// Whether a row of a write's answer tells of a row written, and the clock.

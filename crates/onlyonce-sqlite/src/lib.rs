@@ -284,31 +284,6 @@ impl SqliteStore {
         .await
     }
 
-    /// As [`Inspect::list`], but a damaged record does not hide the others. For people: whoever decides about
-    /// a key must know all of its records.
-    ///
-    /// # Errors
-    /// Fails if the store cannot be read; nothing is written either way.
-    pub async fn page(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Page, StoreError> {
-        let rows = self.rows(filter, after, rows_max).await?;
-        let mut page = Page::default();
-        if let (Some(last), true) = (rows.last(), rows.len() >= rows_max as usize) {
-            page.next = Some(cursor(last)?);
-        }
-        for row in &rows {
-            match entry(row) {
-                Ok(entry) => page.entries.push(entry),
-                Err(error) => page.unreadable.push(error.to_string()),
-            }
-        }
-        Ok(page)
-    }
-
     async fn rows(
         &self,
         filter: &Filter,
@@ -390,13 +365,19 @@ impl Store for SqliteStore {
 
 #[async_trait]
 impl Inspect for SqliteStore {
-    async fn list(
-        &self,
-        filter: &Filter,
-        after: Option<&Cursor>,
-        rows_max: u32,
-    ) -> Result<Vec<Entry>, StoreError> {
-        self.rows(filter, after, rows_max).await?.iter().map(entry).collect()
+    async fn page(&self, filter: &Filter, after: Option<&Cursor>, rows_max: u32) -> Result<Page, StoreError> {
+        let rows = self.rows(filter, after, rows_max).await?;
+        let mut page = Page::default();
+        if let (Some(last), true) = (rows.last(), rows.len() >= rows_max as usize) {
+            page.next = Some(cursor(last)?);
+        }
+        for row in &rows {
+            match entry(row) {
+                Ok(entry) => page.entries.push(entry),
+                Err(error) => page.unreadable.push(error.to_string()),
+            }
+        }
+        Ok(page)
     }
 }
 
@@ -456,6 +437,11 @@ fn list_query(
     if let Some(id) = filter.id {
         query.push(" AND id = ").push_bind(id.0.to_vec());
     }
+    if let Some(key) = &filter.key {
+        let span = Id::span(key);
+        query.push(" AND id BETWEEN ").push_bind(span.start().0.to_vec());
+        query.push(" AND ").push_bind(span.end().0.to_vec());
+    }
     let parts = [
         (" AND key = ", &filter.key),
         (" AND namespace = ", &filter.namespace),
@@ -467,17 +453,19 @@ fn list_query(
             query.push(condition).push_bind(value.clone());
         }
     }
-    if let Some(Cursor { created_at, id }) = after {
-        query.push(" AND (created_at, id) > (").push_bind(created_at.0);
+    // Those under one key are few, and sorted. The index in this order would be read until they are found.
+    let order = if filter.key.is_some() { "+sweep_at" } else { "sweep_at" };
+    if let Some(Cursor { at, id }) = after {
+        query.push(format!(" AND ({order}, id) > (")).push_bind(at.0);
         query.push(", ").push_bind(id.0.to_vec()).push(")");
     }
-    query.push(" ORDER BY created_at, id LIMIT ").push_bind(i64::from(rows_max));
+    query.push(format!(" ORDER BY {order}, id LIMIT ")).push_bind(i64::from(rows_max));
     query
 }
 
 /// Where a listing goes on after this row: the schema lets no row have another kind of id or time.
 fn cursor(row: &SqliteRow) -> Result<Cursor, StoreError> {
-    let parse = || Ok(Cursor { created_at: sql::created_at(row)?, id: sql::id(row)? });
+    let parse = || Ok(Cursor { at: sql::sweep_at(row)?, id: sql::id(row)? });
     parse().map_err(|reason: String| StoreError::new(StoreErrorKind::Unreadable, reason))
 }
 

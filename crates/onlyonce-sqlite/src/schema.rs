@@ -21,7 +21,10 @@ const APPLICATION_ID: i64 = 0x1cee_0001;
 /// stands for the table, as in [`sql`].
 ///
 /// The id is a plain primary key beside the rowid: a table clustered by a random 32-byte id would move
-/// large bodies about. Nothing that completing a key changes is indexed, but for `expires_at`.
+/// large bodies about. There are two indexes because every claim pays for each of them, and nothing that
+/// completing a key in time changes is in one. `sweep_at` is how sweeps find what expired, and the order of
+/// listings: it is `expires_at` as of the claim, and completing in time only brings that nearer. A client key
+/// is found through the id: see [`Id::span`](onlyonce_core::Id::span).
 const MIGRATIONS: [&str; SCHEMA_VERSION as usize] = ["
     CREATE TABLE {keys} (
         id                 BLOB    NOT NULL PRIMARY KEY CHECK (length(id) = 32),
@@ -39,16 +42,16 @@ const MIGRATIONS: [&str; SCHEMA_VERSION as usize] = ["
         completed_at       INTEGER,
         status             INTEGER,
         expires_at         INTEGER NOT NULL,
+        sweep_at           INTEGER NOT NULL,
         head               BLOB,
         body               BLOB,
         CHECK ((lease_until IS NULL) <> (completed_at IS NULL)),
         CHECK ((completed_at IS NULL) = (status IS NULL)),
         CHECK ((completed_at IS NULL) = (head IS NULL)),
-        CHECK ((completed_at IS NULL) = (body IS NULL))
+        CHECK ((completed_at IS NULL) = (body IS NULL)),
+        CHECK (sweep_at >= expires_at)
     ) STRICT;
-    CREATE INDEX {keys}_expires_at ON {keys} (expires_at);
-    CREATE INDEX {keys}_created_at ON {keys} (created_at);
-    CREATE INDEX {keys}_key ON {keys} (key);
+    CREATE INDEX {keys}_sweep_at ON {keys} (sweep_at);
 "];
 
 /// Says which version is in an application's file, whose header is the application's.

@@ -25,7 +25,7 @@ macro_rules! now {
 macro_rules! columns {
     () => {
         "id, fingerprint_target, fingerprint_body, revision, attempt, created_at, granted_at, lease_until, \
-         completed_at, status, head, body, expires_at"
+         completed_at, status, head, body, expires_at, sweep_at"
     };
 }
 
@@ -49,19 +49,19 @@ const SELECT: &str = concat!("SELECT ", columns!(), ", ", now!(), " FROM {keys} 
 const INSERT: &str = concat!(
     "INSERT INTO {keys} (",
     columns!(),
-    ", namespace, endpoint, caller, key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);"
+    ", namespace, endpoint, caller, key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);"
 );
 
 /// Race: a holder that lost its lease writes over its successor. It names a revision that is gone, and
-/// changes no row. `created_at` stays, so that its index is left alone.
+/// changes no row. `sweep_at` stays, so that its index is left alone.
 const UPDATE: &str = "UPDATE {keys} SET fingerprint_target = ?, fingerprint_body = ?, \
     revision = ?, attempt = ?, granted_at = ?, lease_until = ?, completed_at = ?, status = ?, head = ?, \
     body = ?, expires_at = ? WHERE id = ? AND revision = ?;";
 
-/// Race: as above, for a key that starts afresh because it had expired.
+/// Race: as above, for a key that starts afresh or is kept longer than its claim asked for.
 const RESTART: &str = "UPDATE {keys} SET fingerprint_target = ?, fingerprint_body = ?, \
     revision = ?, attempt = ?, created_at = ?, granted_at = ?, lease_until = ?, completed_at = ?, status = ?, \
-    head = ?, body = ?, expires_at = ? WHERE id = ? AND revision = ?;";
+    head = ?, body = ?, expires_at = ?, sweep_at = ? WHERE id = ? AND revision = ?;";
 
 /// Race: a release frees a key that another has taken over. It names a revision that is gone.
 const DELETE: &str = "DELETE FROM {keys} WHERE id = ? AND revision = ?;";
@@ -69,9 +69,9 @@ const DELETE: &str = "DELETE FROM {keys} WHERE id = ? AND revision = ?;";
 /// Race: a sweep removes a key that was renewed or claimed afresh after it was found expired. Finding
 /// and removing are one statement under the write lock.
 const SWEEP: &str = concat!(
-    "DELETE FROM {keys} WHERE rowid IN (SELECT rowid FROM {keys} WHERE expires_at <= ",
+    "DELETE FROM {keys} WHERE rowid IN (SELECT rowid FROM {keys} WHERE sweep_at <= ",
     now!(),
-    " ORDER BY expires_at LIMIT ?)"
+    " ORDER BY sweep_at LIMIT ?)"
 );
 
 /// Race: none; a listing is a snapshot, and nothing is decided from it.
@@ -182,12 +182,12 @@ impl Statements {
     }
 }
 
-/// Adds the columns of a record to the arguments, in the order of the statements; `created_at` only
-/// where the statement has it.
+/// Adds the columns of a record to the arguments, in the order of the statements; `created_at` and `sweep_at`
+/// only where the statement has them.
 pub(crate) fn bind_record(
     to: &mut SqliteArguments,
     record: &Record,
-    created_at: bool,
+    sweep_at: Option<Timestamp>,
 ) -> Result<(), sqlx::Error> {
     fn add<'q, T>(to: &mut SqliteArguments, value: T) -> Result<(), sqlx::Error>
     where
@@ -203,7 +203,7 @@ pub(crate) fn bind_record(
     add(to, record.fingerprint.body.as_slice())?;
     bind_revision(to, record.revision)?;
     add(to, i64::from(record.attempt))?;
-    if created_at {
+    if sweep_at.is_some() {
         add(to, record.created_at.0)?;
     }
     add(to, record.granted_at.0)?;
@@ -212,7 +212,8 @@ pub(crate) fn bind_record(
     add(to, done.map(|(_, outcome)| i64::from(outcome.status)))?;
     add(to, done.map(|(_, outcome)| &outcome.head[..]))?;
     add(to, done.map(|(_, outcome)| &outcome.body[..]))?;
-    add(to, record.expires_at.0)
+    add(to, record.expires_at.0)?;
+    sweep_at.map_or(Ok(()), |at| add(to, at.0))
 }
 
 pub(crate) fn bind_id(to: &mut SqliteArguments, id: Id) -> Result<(), sqlx::Error> {
@@ -224,19 +225,19 @@ pub(crate) fn bind_revision(to: &mut SqliteArguments, revision: Revision) -> Res
 }
 
 /// The column that holds the clock in [`SELECT`] and [`LIST`].
-const NOW_COLUMN: usize = 13;
+const NOW_COLUMN: usize = 14;
 
 /// The first of the four readable parts in [`LIST`].
-pub(crate) const PARTS_COLUMN: usize = 14;
+pub(crate) const PARTS_COLUMN: usize = 15;
 
 /// Which id a row is about.
 pub(crate) fn id(row: &SqliteRow) -> Result<Id, String> {
     bytes(row, 0).map(Id)
 }
 
-/// When the record in a row was created.
-pub(crate) fn created_at(row: &SqliteRow) -> Result<Timestamp, String> {
-    get(row, 5).map(Timestamp)
+/// When the record in a row can be swept at the earliest.
+pub(crate) fn sweep_at(row: &SqliteRow) -> Result<Timestamp, String> {
+    get(row, 13).map(Timestamp)
 }
 
 /// The record in a row, and the clock of its reading; in words what is wrong with it otherwise.
@@ -258,7 +259,7 @@ pub(crate) fn seen(row: &SqliteRow) -> Result<Seen, String> {
         fingerprint: Fingerprint { target: bytes(row, 1)?, body: bytes(row, 2)? },
         revision: Revision(u128::from_be_bytes(bytes(row, 3)?)),
         attempt: u32::try_from(attempt).map_err(|_| format!("attempt {attempt}"))?,
-        created_at: created_at(row)?,
+        created_at: Timestamp(get(row, 5)?),
         granted_at: Timestamp(get(row, 6)?),
         state,
         expires_at: Timestamp(get(row, 12)?),

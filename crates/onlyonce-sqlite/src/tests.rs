@@ -49,7 +49,7 @@ async fn a_sweep_goes_by_expiry() {
     for shared in [false, true] {
         let (_folder, mut connection, sql) = database(shared).await;
         let plan = plan(&mut connection, &sql.sweep, SqliteArguments::default()).await;
-        assert!(plan.contains("idempotency_keys_expires_at (expires_at<?)"), "{plan}");
+        assert!(plan.contains("idempotency_keys_sweep_at (sweep_at<?)"), "{plan}");
         assert!(plan.contains("USING INTEGER PRIMARY KEY (rowid=?)"), "{plan}");
         assert!(!plan.contains("SCAN") && !plan.contains("TEMP B-TREE FOR ORDER"), "{plan}");
     }
@@ -57,18 +57,18 @@ async fn a_sweep_goes_by_expiry() {
 
 #[tokio::test]
 async fn a_listing_goes_by_key_or_by_age() {
-    let after = Cursor { created_at: Timestamp(1), id: Id([1; 32]) };
+    let after = Cursor { at: Timestamp(1), id: Id([1; 32]) };
     let key = Filter { key: Some("k".to_owned()), ..Filter::default() };
     let id = Filter { id: Some(Id([1; 32])), ..Filter::default() };
     for shared in [false, true] {
         let (_folder, mut connection, sql) = database(shared).await;
         for (filter, after, index) in [
-            (&key, None, "SEARCH {keys} USING INDEX {keys}_key (key=?)"),
-            (&key, Some(&after), "SEARCH {keys} USING INDEX {keys}_key (key=?)"),
+            (&key, None, "SEARCH {keys} USING INDEX sqlite_autoindex_{keys}_1 (id>? AND id<?)"),
+            (&key, Some(&after), "SEARCH {keys} USING INDEX sqlite_autoindex_{keys}_1 (id>? AND id<?)"),
             (&id, None, "SEARCH {keys} USING INDEX sqlite_autoindex_{keys}_1 (id=?)"),
-            (&Filter::default(), Some(&after), "SEARCH {keys} USING INDEX {keys}_created_at"),
+            (&Filter::default(), Some(&after), "SEARCH {keys} USING INDEX {keys}_sweep_at"),
             // In order from the index, so that a page ends the scan.
-            (&Filter::default(), None, "SCAN {keys} USING INDEX {keys}_created_at"),
+            (&Filter::default(), None, "SCAN {keys} USING INDEX {keys}_sweep_at"),
         ] {
             let mut query = list_query(sql, filter, after, 100);
             let mut query = query.build();

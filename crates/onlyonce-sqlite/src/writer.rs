@@ -118,10 +118,18 @@ async fn roll_back(link: &mut Link) {
     }
 }
 
+/// What must be known of a row to write over it.
+#[derive(Clone, Copy)]
+struct Stored {
+    revision: Revision,
+    created_at: Timestamp,
+    sweep_at: Timestamp,
+}
+
 /// One key during a batch: what the store has and what it shall have.
 #[derive(Default)]
 struct Slot<'a> {
-    stored: Option<(Revision, Timestamp)>,
+    stored: Option<Stored>,
     record: Option<Record>,
     operation: Option<&'a Operation>,
     unreadable: Option<String>,
@@ -155,9 +163,10 @@ async fn load<'a>(
         for row in rows {
             let id = sql::id(row).map_err(sqlx::Error::Protocol)?;
             let slot = slots.entry(id).or_default();
-            match sql::seen(row) {
-                Ok(Seen { record, .. }) => {
-                    slot.stored = Some((record.revision, record.created_at));
+            match sql::seen(row).and_then(|seen| Ok((seen.record, sql::sweep_at(row)?))) {
+                Ok((record, sweep_at)) => {
+                    let Record { revision, created_at, .. } = record;
+                    slot.stored = Some(Stored { revision, created_at, sweep_at });
                     slot.record = Some(record);
                 }
                 Err(reason) => slot.unreadable = Some(reason),
@@ -208,12 +217,18 @@ async fn store(
     for (id, slot) in slots {
         match (slot.stored, &slot.record) {
             (None, None) => {}
-            (Some((stored, _)), Some(record)) if stored == record.revision => {}
-            (Some((stored, _)), None) => deletes.push((*id, stored)),
-            (Some((stored, created_at)), Some(record)) if created_at == record.created_at => {
-                updates.push((*id, stored, record));
+            (Some(stored), Some(record)) if stored.revision == record.revision => {}
+            (Some(stored), None) => deletes.push((*id, stored.revision)),
+            (Some(stored), Some(record))
+                if stored.created_at == record.created_at && record.expires_at <= stored.sweep_at =>
+            {
+                updates.push((*id, stored.revision, record, None));
             }
-            (Some((stored, _)), Some(record)) => restarts.push((*id, stored, record)),
+            (Some(stored), Some(record)) => {
+                // Never nearer, so that a listing under way does not miss it.
+                let sweep_at = record.expires_at.max(stored.sweep_at);
+                restarts.push((*id, stored.revision, record, Some(sweep_at)));
+            }
             (None, Some(record)) => match slot.operation {
                 Some(operation) => inserts.push((operation, record)),
                 None => return Err(sqlx::Error::Protocol("a record came from nowhere".to_owned())),
@@ -225,9 +240,9 @@ async fn store(
         sql::bind_revision(to, *stored)
     })
     .await?;
-    for (texts, rows, created_at) in [(&sql.updates, &updates, false), (&sql.restarts, &restarts, true)] {
-        run(connection, texts, rows, |to, (id, stored, record)| {
-            sql::bind_record(to, record, created_at)?;
+    for (texts, rows) in [(&sql.updates, &updates), (&sql.restarts, &restarts)] {
+        run(connection, texts, rows, |to, (id, stored, record, sweep_at)| {
+            sql::bind_record(to, record, *sweep_at)?;
             sql::bind_id(to, *id)?;
             sql::bind_revision(to, *stored)
         })
@@ -235,7 +250,7 @@ async fn store(
     }
     run(connection, &sql.inserts, &inserts, |to, (operation, record)| {
         sql::bind_id(to, operation.id())?;
-        sql::bind_record(to, record, true)?;
+        sql::bind_record(to, record, Some(record.expires_at))?;
         for part in
             [operation.namespace(), operation.endpoint(), operation.caller(), operation.key().as_str()]
         {

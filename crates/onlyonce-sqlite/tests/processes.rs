@@ -279,7 +279,7 @@ async fn a_kill_leaves_an_execution_whole_or_undone() {
         for name in &acknowledged {
             assert!(noted.contains(name), "{name} was acknowledged and is gone");
         }
-        let records = store.list(&Filter::default(), None, u32::MAX).await.expect("it lists");
+        let records = store.list(&Filter::default(), u32::MAX).await.expect("it lists");
         let (mut kept, mut running) = (HashSet::new(), Vec::new());
         for entry in records {
             match entry.record.state {

@@ -78,7 +78,7 @@ async fn a_replay_does_not_wait_for_a_write_lock() {
     let started = Instant::now();
     assert!(matches!(store.insert(&operation("k"), running(2)).await, Ok(Inserted::Exists(_))));
     assert!(exists(&store, "k").await);
-    assert_eq!(store.list(&Filter::default(), None, 10).await.expect("it lists").len(), 1);
+    assert_eq!(store.list(&Filter::default(), 10).await.expect("it lists").len(), 1);
     assert!(started.elapsed() < Duration::from_millis(250), "{:?}", started.elapsed());
 }
 
@@ -204,7 +204,7 @@ async fn a_long_sweep_does_not_stop_claims() {
         "INSERT INTO idempotency_keys \
          WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 20000) \
          SELECT randomblob(32), namespace, endpoint, caller, key, fingerprint_target, fingerprint_body, revision, \
-                attempt, created_at, granted_at, lease_until, completed_at, status, expires_at, head, body \
+                attempt, created_at, granted_at, lease_until, completed_at, status, expires_at, sweep_at, head, body \
          FROM idempotency_keys, numbers",
     )
     .await;
@@ -234,7 +234,7 @@ async fn a_closed_store_is_closed() {
     assert_eq!(error.kind(), StoreErrorKind::Unavailable);
     assert!(store.insert(&operation("k"), running(2)).await.is_err());
     assert!(store.sweep(1).await.is_err());
-    assert!(store.list(&Filter::default(), None, 1).await.is_err());
+    assert!(store.list(&Filter::default(), 1).await.is_err());
     let again = SqliteStore::open(&SqliteOptions::file(&path)).await.expect("it opens");
     assert!(exists(&again, "k").await);
 }
@@ -284,7 +284,7 @@ async fn callers_that_leave_interrupt_no_statement() {
                 let _ = store.insert(&operation(&key), expired(round.into())).await;
                 let _ = store.read(id).await;
                 let _ = store.replace(id, Revision(round.into()), expired(round.into())).await;
-                let _ = store.list(&Filter::default(), None, 5).await;
+                let _ = store.list(&Filter::default(), 5).await;
                 let _ = store.sweep(3).await;
             }
         });

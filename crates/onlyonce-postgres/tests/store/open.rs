@@ -31,7 +31,7 @@ async fn ten_instances_start_at_once_on_an_empty_database() {
         });
     }
     opening.join_all().await;
-    assert_eq!(open(&url).await.list(&Filter::default(), None, 100).await.unwrap().len(), 10);
+    assert_eq!(open(&url).await.list(&Filter::default(), 100).await.unwrap().len(), 10);
     assert_eq!(schema_version(&options(&url)).await.unwrap(), Some(SCHEMA_VERSION));
 }
 
@@ -118,7 +118,7 @@ async fn a_user_without_ddl_privileges_opens_a_schema_that_others_migrate() {
     let store = open(&url).await;
     store.insert(&operation("k"), running()).await.unwrap();
     assert_eq!(store.sweep(10).await.unwrap(), 0);
-    assert_eq!(store.list(&Filter::default(), None, 10).await.unwrap().len(), 1);
+    assert_eq!(store.list(&Filter::default(), 10).await.unwrap().len(), 1);
     assert!(!store.facts().await.unwrap().may_migrate);
 }
 

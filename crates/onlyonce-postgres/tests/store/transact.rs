@@ -4,6 +4,7 @@ use std::io::{Read, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 
 use onlyonce_core::record::State;
@@ -612,19 +613,32 @@ struct Told {
 
 /// Cuts connections at random while many tasks execute, and then compares.
 async fn work_and_key_stay_together(shop: PostgresTransactions, proxy: &Proxy, database: &str, cut_ms: u64) {
-    let until = Instant::now() + Duration::from_secs(4);
+    let started = Instant::now();
+    let committed = Arc::new(AtomicUsize::new(0));
+    // On a slow machine few commits fit between two cuts.
+    let ended = {
+        let committed = Arc::clone(&committed);
+        move || match started.elapsed().as_secs() {
+            0..4 => false,
+            4..60 => committed.load(Ordering::Relaxed) > 50,
+            _ => true,
+        }
+    };
     let mut tasks = JoinSet::new();
     for task in 0..8 {
-        let shop = shop.clone();
+        let (shop, committed, ended) = (shop.clone(), Arc::clone(&committed), ended.clone());
         tasks.spawn(async move {
             let mut told = Told::default();
             for at in 0.. {
-                if Instant::now() >= until {
+                if ended() {
                     break;
                 }
                 let key = format!("k{task}-{at:05}");
                 match execute(&shop, &key).await {
-                    Ok(()) => told.committed.push(key),
+                    Ok(()) => {
+                        told.committed.push(key);
+                        committed.fetch_add(1, Ordering::Relaxed);
+                    }
                     Err(TransactionError::Failed(error)) if error.may_have_applied() => told.in_doubt += 1,
                     Err(_) => told.undone.push(key),
                 }
@@ -633,7 +647,7 @@ async fn work_and_key_stay_together(shop: PostgresTransactions, proxy: &Proxy, d
         });
     }
     let mut random: u64 = 0x9e37_79b9_7f4a_7c15;
-    while Instant::now() < until {
+    while !ended() {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         sleep(Duration::from_millis(cut_ms + (random >> 33) % cut_ms)).await;
         proxy.cut();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use onlyonce_core::store::{Filter, Inserted, Replaced};
-use onlyonce_core::{Store, StoreErrorKind};
+use onlyonce_core::{Inspect, Store, StoreErrorKind};
 use onlyonce_testkit::Postgres;
 use tokio::task::JoinSet;
 
