@@ -74,6 +74,13 @@ pub(crate) struct Comparison {
     pub(crate) lanes: Vec<Lane>,
 }
 
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plural = if self.connections == 1 { "" } else { "s" };
+        write!(f, "{}, {} connection{plural}", self.title, self.connections)
+    }
+}
+
 /// How long and how often.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
@@ -158,6 +165,22 @@ pub(crate) fn comparisons_full() -> Vec<Comparison> {
     all
 }
 
+/// The comparisons whose titles contain all of these words.
+pub(crate) fn about(words: &[String], all: Vec<Comparison>) -> Result<Vec<Comparison>, String> {
+    let titles: Vec<String> = all.iter().map(Comparison::to_string).collect();
+    let found: Vec<Comparison> = all
+        .into_iter()
+        .filter(|comparison| words.iter().all(|word| comparison.to_string().contains(word.as_str())))
+        .collect();
+    if found.is_empty() {
+        return Err(format!(
+            "no comparison has {words:?} in its title; there are\n  {}",
+            titles.join("\n  ")
+        ));
+    }
+    Ok(found)
+}
+
 fn guarded(database: Database, workload: Workload, connections: usize, answer_bytes: usize) -> Comparison {
     let requests = match workload {
         Workload::First => "first executions",
@@ -224,9 +247,7 @@ impl Arena {
     pub(crate) fn measure(&mut self, all: &[Comparison], pace: Pace) -> Result<Vec<Measured>, String> {
         let mut measured = Vec::new();
         for (number, comparison) in all.iter().enumerate() {
-            let Comparison { title, connections, .. } = comparison;
-            let plural = if *connections == 1 { "" } else { "s" };
-            println!("\n[{}/{}] {title}, {connections} connection{plural}", number + 1, all.len());
+            println!("\n[{}/{}] {comparison}", number + 1, all.len());
             for lane in self.compare(comparison, pace)? {
                 println!("  {}", crate::report::line(&lane));
                 measured.push(lane);

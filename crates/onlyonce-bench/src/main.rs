@@ -29,11 +29,12 @@ use http::{Arena, Pace};
 use machine::Machine;
 use report::Results;
 
-const USAGE: &str = "usage: onlyonce-bench NAME
+const USAGE: &str = "usage: onlyonce-bench NAME [WORDS]
 
   quick  what the bars are about, in a few minutes
   full   everything, in about an hour and a half, and 20 GB of disk
-  http   the part of quick that goes over HTTP
+  http   the part of quick that goes over HTTP; with words, the comparisons whose titles contain them all:
+         http Postgres first \"256 connections\"
   scale  the part of full that does not
   forms  executions in the layer and in one transaction
   sweep  claims while a million expired keys are swept
@@ -67,7 +68,7 @@ fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
     match name.as_str() {
         "quick" => all(name, &http::comparisons_quick(), QUICK, Some(scale::QUICK))?,
         "full" => all(name, &http::comparisons_full(), FULL, Some(scale::FULL))?,
-        "http" => all(name, &http::comparisons_quick(), QUICK, None)?,
+        "http" => all(name, &http::about(arguments, http::comparisons_quick())?, QUICK, None)?,
         "scale" => all(name, &[], FULL, Some(scale::FULL))?,
         "forms" => runtime()?.block_on(forms::measure()),
         "sweep" => {
