@@ -81,7 +81,7 @@ impl Engine {
             };
             // Before the call, so that the holder's idea of its lease ends no later than the store's.
             let asked_at = Instant::now();
-            let writing = self.write(operation, expected, write.clone());
+            let writing = self.write(operation, expected, &write);
             // A call that is late is dropped, and the store may then take back what it wrote: a grant
             // that a read would still find must not be acted on.
             let Ok(written) = timeout(CALL_TIME_MAX, writing).await else { return Err(late()) };
@@ -91,26 +91,22 @@ impl Engine {
                     seen = found;
                     continue;
                 }
-                // Within the time of the one call: a caller is told in time, whatever became of its claim.
-                Err(error) if error.may_have_applied() => {
-                    match timeout_at(asked_at + CALL_TIME_MAX, self.store.read(id)).await {
-                        Ok(Ok(Some(Seen { record, .. }))) if record.revision == revision => record,
-                        _ => return Err(error),
-                    }
-                }
-                Err(error) => return Err(error),
+                // Within the time of the one call: a caller is told in time, whatever became of its claim. Boxed, as
+                // below: what hardly ever happens must not make every claim's future larger.
+                Err(error) => Box::pin(self.settle(id, revision, asked_at + CALL_TIME_MAX, error)).await?,
             };
+            let lease_ends = asked_at + policy.lease;
             let grant = Grant {
                 store: Arc::clone(&self.store),
                 id,
                 held,
                 policy: *policy,
-                lease_ends: asked_at + policy.lease,
+                lease_ends,
                 in_doubt: Vec::new(),
             };
-            if grant.lease_ends <= Instant::now() {
+            if lease_ends <= Instant::now() {
                 // Someone may take over at any moment: too late to start.
-                let _ = grant.finish(Verdict::Release).await;
+                let _ = Box::pin(grant.finish(Verdict::Release)).await;
                 return Err(StoreError::new(
                     StoreErrorKind::Unavailable,
                     "the store took longer than the lease to grant the key",
@@ -125,14 +121,31 @@ impl Engine {
         &self,
         operation: &Operation,
         expected: Option<Revision>,
-        write: Write,
+        write: &Write,
     ) -> Result<Replaced, StoreError> {
         match expected {
-            Some(expected) => self.store.replace(operation.id(), expected, write).await,
-            None => Ok(match self.store.insert(operation, write).await? {
+            Some(expected) => self.store.replace(operation.id(), expected, write.clone()).await,
+            None => Ok(match self.store.insert(operation, write.clone()).await? {
                 Inserted::New(at) => Replaced::Written(at),
                 Inserted::Exists(seen) => Replaced::Lost(Some(seen)),
             }),
+        }
+    }
+
+    /// The record of a write that failed, if the store has it all the same.
+    async fn settle(
+        &self,
+        id: Id,
+        revision: Revision,
+        by: Instant,
+        error: StoreError,
+    ) -> Result<Record, StoreError> {
+        if !error.may_have_applied() {
+            return Err(error);
+        }
+        match timeout_at(by, self.store.read(id)).await {
+            Ok(Ok(Some(Seen { record, .. }))) if record.revision == revision => Ok(record),
+            _ => Err(error),
         }
     }
 }
@@ -199,26 +212,28 @@ impl Grant {
     /// # Errors
     /// When the store did not take the write before the lease ended. The work is done; the key stays
     /// held until the store's clock says that the lease is over.
-    pub async fn finish(mut self, verdict: Verdict) -> Result<Finished, StoreError> {
-        let revision = Revision::fresh();
-        let finish = machine::finish(&self.held, verdict, revision, &self.policy);
-        let mut waits = Backoff::new(RETRY_FIRST, RETRY_CEILING);
-        let mut removal_in_doubt = false;
-        loop {
-            let attempt = match &finish {
-                Finish::Nothing => return Ok(Finished::Written),
-                Finish::Complete(write) => self.complete(write).await,
-                Finish::Remove => self.remove(&mut removal_in_doubt).await,
-            };
-            let error = match attempt {
-                Ok(finished) => return Ok(finished),
-                Err(error) => error,
-            };
-            let wait = waits.next().unwrap_or(RETRY_CEILING);
-            if Instant::now() + wait >= self.lease_ends {
-                return Err(error);
+    pub fn finish(mut self, verdict: Verdict) -> impl Future<Output = Result<Finished, StoreError>> + Send {
+        // Outside of the block: an `async fn` would keep the grant and the verdict twice.
+        let finish = machine::finish(&self.held, verdict, Revision::fresh(), &self.policy);
+        async move {
+            let mut waits = Backoff::new(RETRY_FIRST, RETRY_CEILING);
+            let mut removal_in_doubt = false;
+            loop {
+                let attempt = match &finish {
+                    Finish::Nothing => return Ok(Finished::Written),
+                    Finish::Complete(write) => self.complete(write).await,
+                    Finish::Remove => self.remove(&mut removal_in_doubt).await,
+                };
+                let error = match attempt {
+                    Ok(finished) => return Ok(finished),
+                    Err(error) => error,
+                };
+                let wait = waits.next().unwrap_or(RETRY_CEILING);
+                if Instant::now() + wait >= self.lease_ends {
+                    return Err(error);
+                }
+                sleep(wait).await;
             }
-            sleep(wait).await;
         }
     }
 

@@ -1,18 +1,19 @@
 //! What happens to a request before its key is claimed.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, UPGRADE};
-use http::{HeaderMap, HeaderName, Request, Response, StatusCode, Version};
+use http::{HeaderMap, HeaderName, Request, Response, StatusCode, Version, request};
 use http_body::Body;
 use http_body_util::BodyExt;
 use onlyonce_core::identity::MalformedKey;
 use onlyonce_core::{Fingerprint, Key, Operation, fingerprint};
 use tokio::time::timeout;
 
-use crate::body::{BoxError, Collected, RequestBody, ResponseBody};
+use crate::body::{BoxError, Collected, ResponseBody, Whole};
 use crate::caller::{Caller, CallerError};
 use crate::problem::{Code, Problem, RefusalBody};
 use crate::rules::{Matched, Rules};
@@ -78,41 +79,26 @@ impl Front {
         }
     }
 
-    /// Finds out who asks, and reads the request whole.
+    /// Finds out who asks, and reads the request's body whole.
     pub(crate) async fn admit<B>(
         &self,
-        request: Request<B>,
+        head: &request::Parts,
+        body: Pin<&mut B>,
         guarded: Guarded,
-    ) -> Result<(Admitted, Request<RequestBody<B>>), Problem>
+    ) -> Result<(Admitted, Whole), Problem>
     where
         B: Body<Data = Bytes>,
         B::Error: Into<BoxError>,
     {
+        let caller = self.caller.resolve(head).await.map_err(unresolved)?;
+        let whole = read(&head.headers, body, &guarded.settings).await?;
         let Guarded { key, endpoint, settings } = guarded;
-        let (parts, body) = request.into_parts();
-        let caller = self.caller.resolve(&parts).await.map_err(unresolved)?;
-        let (request, body) = self.read_whole(Request::from_parts(parts, body), &settings).await?;
-        let path_and_query = request.uri().path_and_query().map_or("/", |target| target.as_str());
+        let path_and_query = head.uri.path_and_query().map_or("/", |target| target.as_str());
         let counted = &settings.fingerprint_headers;
         let fingerprint =
-            fingerprint::fingerprint(path_and_query, request.headers(), counted, &body, settings.body);
+            fingerprint::fingerprint(path_and_query, &head.headers, counted, whole.data(), settings.body);
         let operation = Arc::new(Operation::new(self.namespace.clone(), endpoint, caller, key));
-        Ok((Admitted { operation, fingerprint, settings }, request))
-    }
-
-    /// Reads the request into memory, within its limits; the bytes of its body come apart as well.
-    pub(crate) async fn read_whole<B>(
-        &self,
-        request: Request<B>,
-        settings: &Settings,
-    ) -> Result<(Request<RequestBody<B>>, Bytes), Problem>
-    where
-        B: Body<Data = Bytes>,
-        B::Error: Into<BoxError>,
-    {
-        let (parts, body) = request.into_parts();
-        let (body, trailers) = read(&parts.headers, body, settings).await?;
-        Ok((Request::from_parts(parts, RequestBody::whole(body.clone(), trailers)), body))
+        Ok((Admitted { operation, fingerprint, settings }, whole))
     }
 
     /// The answer to a request that is refused.
@@ -168,8 +154,12 @@ fn unresolved(error: CallerError) -> Problem {
     }
 }
 
-/// Reads a guarded request's body, within its limits of size and time.
-async fn read<B>(headers: &HeaderMap, body: B, settings: &Settings) -> Result<(Bytes, HeaderMap), Problem>
+/// Reads a request's body into memory, within its limits of size and time.
+pub(crate) async fn read<B>(
+    headers: &HeaderMap,
+    mut body: Pin<&mut B>,
+    settings: &Settings,
+) -> Result<Whole, Problem>
 where
     B: Body<Data = Bytes>,
     B::Error: Into<BoxError>,
@@ -189,7 +179,6 @@ where
         return Err(too_large());
     }
     let reading = async {
-        let mut body = std::pin::pin!(body);
         let mut collected = Collected::default();
         let mut trailers = HeaderMap::new();
         while let Some(frame) = body.frame().await {
@@ -210,7 +199,7 @@ where
                 Err(frame) => trailers.extend(frame.into_trailers().unwrap_or_default()),
             }
         }
-        Ok((collected.into_bytes(), trailers))
+        Ok(Whole::new(collected.into_bytes(), trailers))
     };
     timeout(settings.request_timeout, reading).await.unwrap_or_else(|_| {
         let limit = settings.request_timeout;

@@ -70,10 +70,10 @@ where
 {
     pub(crate) fn new(
         job: Job,
-        grant: Grant,
+        grant: Box<Grant>,
         response: Response<ResB>,
         reply: Option<Reply<ResB, E>>,
-    ) -> Self {
+    ) -> Box<Self> {
         let now = Instant::now();
         let (head, body) = response.into_parts();
         let lease = job.admitted.settings.lease();
@@ -82,7 +82,8 @@ where
             false if job.ends_by_closing => None,
             false => Some(now + job.admitted.settings.stream_after),
         };
-        Self {
+        // On the heap: it goes through several futures, and each would hold it.
+        Box::new(Self {
             caller: match reply {
                 Some(reply) => CallerSide::Waiting { reply, stream_at },
                 None => CallerSide::Gone { until: now + lease },
@@ -96,11 +97,11 @@ where
             head,
             body: Box::pin(body),
             job,
-        }
+        })
     }
 
     /// Takes the answer to its end.
-    pub(crate) async fn gather(mut self) {
+    pub(crate) async fn gather(mut self: Box<Self>) {
         let bytes_max = self.job.admitted.settings.response_body_bytes_max;
         if self.content_length.is_some_and(|bytes| bytes > bytes_max) {
             return self.not_kept().await;
@@ -110,11 +111,15 @@ where
                 Event::Frame(frame) => match frame.into_data() {
                     Ok(data) if data.is_empty() => {}
                     Ok(data) => {
-                        self.collected.push(data.clone());
+                        // A second handle to it, only for a caller that reads along.
+                        let copy = matches!(self.caller, CallerSide::Reading(_)).then(|| data.clone());
+                        self.collected.push(data);
                         if self.collected.len() > bytes_max {
                             return self.not_kept().await;
                         }
-                        self.pass_on(data);
+                        if let Some(data) = copy {
+                            self.pass_on(data);
+                        }
                     }
                     Err(frame) => self.trailers.extend(frame.into_trailers().unwrap_or_default()),
                 },
@@ -147,6 +152,9 @@ where
         if stream_at.is_some_and(|at| at <= Instant::now()) {
             return Event::StreamDue;
         }
+        // One timer for whatever is due first.
+        let renew_at = self.renewal.due();
+        let due_at = [renew_at, stream_at].into_iter().flatten().fold(self.idle_at, Instant::min);
         tokio::select! {
             biased;
             frame = self.body.frame() => match frame {
@@ -158,14 +166,22 @@ where
                 None => Event::End,
             },
             event = left(&mut self.caller) => event,
-            () = self.renewal.step() => Event::Renewal,
-            () = at(stream_at) => Event::StreamDue,
-            () = sleep_until(self.idle_at) => Event::Idle,
+            () = self.renewal.renewing() => Event::Renewal,
+            () = sleep_until(due_at) => {
+                if renew_at == Some(due_at) {
+                    self.renewal.renew();
+                    Event::Renewal
+                } else if stream_at == Some(due_at) {
+                    Event::StreamDue
+                } else {
+                    Event::Idle
+                }
+            }
         }
     }
 
     /// Everything is here: records it, and then lets the caller see the end.
-    async fn kept(mut self) {
+    async fn kept(mut self: Box<Self>) {
         let body = self.collected.into_bytes();
         let recorded = Recorded::Response(outcome::Response {
             status: self.head.status,
@@ -193,7 +209,7 @@ where
 
     /// Leaves the mark that the work was done and its answer not kept, and then lets the caller have what
     /// has arrived.
-    async fn mark(self) -> Unkept<ResB> {
+    async fn mark(self: Box<Self>) -> Unkept<ResB> {
         let mark = Recorded::NotKept { status: self.head.status };
         self.job.record(self.renewal, Verdict::Keep(mark.encode())).await;
         let (relay, until) = match self.caller {
@@ -212,14 +228,14 @@ where
     }
 
     /// The answer is too large to record: leaves the mark, and then passes the rest on.
-    async fn not_kept(self) {
+    async fn not_kept(self: Box<Self>) {
         let unkept = self.mark().await;
         // The work is done and marked: a caller that reads slowly must not hold up a shutdown.
         tokio::spawn(unkept.relay().in_current_span());
     }
 
     /// The answer was lost halfway: the key is left to its lease.
-    fn cut(self, code: Code, error: BoxError) {
+    fn cut(self: Box<Self>, code: Code, error: BoxError) {
         debug!(operation = %self.job.admitted.operation.id(), %error, "the answer was lost halfway");
         let lease_ends = self.renewal.lease_ends();
         match self.caller {

@@ -40,8 +40,8 @@ impl<B> RequestBody<B> {
         Self { kind: RequestKind::Streaming { body } }
     }
 
-    pub(crate) fn whole(data: Bytes, trailers: HeaderMap) -> Self {
-        Self { kind: RequestKind::Whole { whole: Whole::new(data, trailers) } }
+    pub(crate) fn whole(whole: Whole) -> Self {
+        Self { kind: RequestKind::Whole { whole } }
     }
 
     /// The same again, if it is in memory.
@@ -192,18 +192,22 @@ where
 }
 
 /// A body in memory.
-#[derive(Clone)]
-struct Whole {
+#[derive(Clone, Default)]
+pub(crate) struct Whole {
     data: Option<Bytes>,
     trailers: Option<HeaderMap>,
 }
 
 impl Whole {
-    fn new(data: Bytes, trailers: HeaderMap) -> Self {
+    pub(crate) fn new(data: Bytes, trailers: HeaderMap) -> Self {
         Self {
             data: (!data.is_empty()).then_some(data),
             trailers: (!trailers.is_empty()).then_some(trailers),
         }
+    }
+
+    pub(crate) fn data(&self) -> &[u8] {
+        self.data.as_deref().unwrap_or_default()
     }
 
     fn next(&mut self) -> Option<Frame<Bytes>> {

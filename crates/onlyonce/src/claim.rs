@@ -27,18 +27,17 @@ pub(crate) async fn claim(
     let mut waits = Backoff::new(WAIT_FIRST, WAIT_CEILING);
     loop {
         let answer = engine.claim(operation, fingerprint, policy).await;
-        match answer {
-            Ok(Claimed::Refused(Refusal::InFlight { .. })) if Instant::now() < wait_ends => {
-                let next = Instant::now() + waits.next().unwrap_or(WAIT_CEILING);
-                tokio::select! {
-                    () = sleep_until(next.min(wait_ends)) => {}
-                    () = &mut left => return None,
-                }
-            }
-            answer => {
-                claimed(name(&answer));
-                return Some(answer);
-            }
+        let is_held = matches!(answer, Ok(Claimed::Refused(Refusal::InFlight { .. })));
+        if !is_held || Instant::now() >= wait_ends {
+            claimed(name(&answer));
+            return Some(answer);
+        }
+        // Nobody needs it while this waits.
+        drop(answer);
+        let next = Instant::now() + waits.next().unwrap_or(WAIT_CEILING);
+        tokio::select! {
+            () = sleep_until(next.min(wait_ends)) => {}
+            () = &mut left => return None,
         }
     }
 }

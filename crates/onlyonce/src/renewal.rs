@@ -27,14 +27,16 @@ pub(crate) struct Renewal {
 
 /// The grant, or the renewal that has it in hand: a slow store must not hold up what the work does.
 enum Held {
-    Grant(Grant),
+    /// On the heap, for it goes through many hands and all of them are futures.
+    Grant(Box<Grant>),
     Renewing(Pin<Box<dyn Future<Output = Renewed> + Send>>),
 }
 
-type Renewed = (Grant, Result<bool, StoreError>);
+type Renewed = (Box<Grant>, Result<bool, StoreError>);
 
 impl Renewal {
-    pub(crate) fn new(operation: Id, grant: Grant, lease: Duration) -> Self {
+    pub(crate) fn new(operation: Id, grant: impl Into<Box<Grant>>, lease: Duration) -> Self {
+        let grant = grant.into();
         let due = Some(due(&grant, lease));
         Self { operation, lease, held: Held::Grant(grant), due }
     }
@@ -72,34 +74,53 @@ impl Renewal {
 
     /// Ends the grant, after the renewal that may have it in hand. `None` if the store did not take it before the
     /// lease ended.
-    pub(crate) async fn finish(self, verdict: Verdict) -> Option<Finished> {
-        let operation = self.operation;
-        let grant = match self.held {
-            Held::Grant(grant) => grant,
-            Held::Renewing(renewing) => renewing.await.0,
-        };
-        match grant.finish(verdict).await {
-            Ok(Finished::Written) => Some(Finished::Written),
-            Ok(Finished::LeaseLost) => {
-                counter!(LOST_LEASES).increment(1);
-                error!(%operation, "the lease was lost to another holder; its record stands");
-                Some(Finished::LeaseLost)
-            }
-            Err(error) => {
-                counter!(RECORD_FAILURES).increment(1);
-                error!(%operation, %error, "the outcome could not be recorded within the lease");
-                None
+    pub(crate) fn finish(self, verdict: Verdict) -> impl Future<Output = Option<Finished>> + Send {
+        // Taken apart outside of the block: an `async fn` would keep everything twice.
+        let Self { operation, held, .. } = self;
+        async move {
+            let grant = match held {
+                Held::Grant(grant) => grant,
+                Held::Renewing(renewing) => renewing.await.0,
+            };
+            match grant.finish(verdict).await {
+                Ok(Finished::Written) => Some(Finished::Written),
+                Ok(Finished::LeaseLost) => {
+                    counter!(LOST_LEASES).increment(1);
+                    error!(%operation, "the lease was lost to another holder; its record stands");
+                    Some(Finished::LeaseLost)
+                }
+                Err(error) => {
+                    counter!(RECORD_FAILURES).increment(1);
+                    error!(%operation, %error, "the outcome could not be recorded within the lease");
+                    None
+                }
             }
         }
     }
 
     /// Waits for what comes next and does it. Dropped while it waits, it has done nothing.
     pub(crate) async fn step(&mut self) {
-        match &mut self.held {
-            Held::Grant(_) => {
-                at(self.due).await;
+        match self.due() {
+            Some(due) => {
+                sleep_until(due).await;
                 self.renew();
             }
+            None => self.renewing().await,
+        }
+    }
+
+    /// When [`renew`](Self::renew) is due; `None` while a renewal is on its way, and once the key is another's.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        match self.held {
+            Held::Grant(_) => self.due,
+            Held::Renewing(_) => None,
+        }
+    }
+
+    /// Waits for the renewal that is on its way; for ever, if there is none.
+    pub(crate) async fn renewing(&mut self) {
+        match &mut self.held {
+            Held::Grant(_) => std::future::pending().await,
             Held::Renewing(renewing) => {
                 let renewed = renewing.await;
                 self.renewed(renewed);
@@ -107,7 +128,8 @@ impl Renewal {
         }
     }
 
-    fn renew(&mut self) {
+    /// Sends a renewal on its way.
+    pub(crate) fn renew(&mut self) {
         // Replaced at once; the placeholder is never polled.
         let held = std::mem::replace(&mut self.held, Held::Renewing(Box::pin(std::future::pending())));
         self.held = match held {

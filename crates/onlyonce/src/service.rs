@@ -14,10 +14,10 @@ use tower_service::Service;
 use tracing::Instrument;
 
 use crate::admit::{Guarded, Plan, ends_by_closing};
-use crate::body::{BoxError, RequestBody, ResponseBody};
+use crate::body::{BoxError, RequestBody, ResponseBody, Whole};
 use crate::layer::Shared;
 use crate::problem::{Code, Problem};
-use crate::work::{Ended, Job, Reply};
+use crate::work::{Call, Ended, Job, Reply};
 
 /// A service guarded by an [`OnlyonceLayer`](crate::OnlyonceLayer).
 #[derive(Clone)]
@@ -66,12 +66,12 @@ where
     }
 }
 
-async fn guard<S, B, ResB>(
+fn guard<S, B, ResB>(
     shared: Arc<Shared>,
     inner: S,
     request: Request<B>,
     guarded: Guarded,
-) -> Result<Response<ResponseBody<ResB>>, S::Error>
+) -> impl Future<Output = Result<Response<ResponseBody<ResB>>, S::Error>> + Send
 where
     S: Service<Request<RequestBody<B>>, Response = Response<ResB>> + Send + 'static,
     S::Future: Send + 'static,
@@ -81,34 +81,45 @@ where
     ResB: Body<Data = Bytes> + Send + 'static,
     ResB::Error: Into<BoxError>,
 {
-    shared.sweeper.start();
     let ends_by_closing = ends_by_closing(&request);
-    let (admitted, request) = match shared.front.admit(request, guarded).await {
-        Ok(admitted) => admitted,
-        Err(problem) => return Ok(shared.front.refusal(problem)),
-    };
-    let job = Job { shared: Arc::clone(&shared), admitted, ends_by_closing };
-    let answer = detached(&shared.tasks, |reply| job.run(inner, request, reply)).await;
-    answer.unwrap_or_else(|| Ok(shared.front.refusal(interrupted())))
+    let (head, body) = request.into_parts();
+    let mut call = Box::new(Call { inner, head, body: RequestBody::whole(Whole::default()) });
+    async move {
+        shared.sweeper.start();
+        let admitted = match shared.front.admit(&call.head, std::pin::pin!(body), guarded).await {
+            Ok((admitted, whole)) => {
+                call.body = RequestBody::whole(whole);
+                admitted
+            }
+            Err(problem) => return Ok(shared.front.refusal(problem)),
+        };
+        let job = Job { shared: Arc::clone(&shared), admitted, ends_by_closing };
+        let answer = detached(&shared.tasks, |reply| job.run(call, reply)).await;
+        answer.unwrap_or_else(|| Ok(shared.front.refusal(interrupted())))
+    }
 }
 
 /// Runs work on a task of its own: when the caller hangs up, this future is dropped, and the work must not
 /// be. `None` if the work ended without an answer.
-pub(crate) async fn detached<ResB, E, F>(
+pub(crate) fn detached<ResB, E, F, W>(
     tasks: &TaskTracker,
-    work: impl FnOnce(Reply<ResB, E>) -> F,
-) -> Option<Result<Response<ResponseBody<ResB>>, E>>
+    work: W,
+) -> impl Future<Output = Option<Result<Response<ResponseBody<ResB>>, E>>> + use<ResB, E, F, W>
 where
     F: Future<Output = ()> + Send + 'static,
+    W: FnOnce(Reply<ResB, E>) -> F,
 {
     let (reply, answer) = oneshot::channel();
-    tasks.spawn(work(reply).in_current_span());
-    match answer.await {
-        Ok(Ok(response)) => Some(Ok(response)),
-        Ok(Err(Ended::Error(error))) => Some(Err(error)),
-        // As it would have been without the layer.
-        Ok(Err(Ended::Panic(panic))) => std::panic::resume_unwind(panic),
-        Err(_) => None,
+    // Boxed: on its way into the runtime a future is copied whole, again and again.
+    tasks.spawn(Box::pin(work(reply)).in_current_span());
+    async move {
+        match answer.await {
+            Ok(Ok(response)) => Some(Ok(response)),
+            Ok(Err(Ended::Error(error))) => Some(Err(error)),
+            // As it would have been without the layer.
+            Ok(Err(Ended::Panic(panic))) => std::panic::resume_unwind(panic),
+            Err(_) => None,
+        }
     }
 }
 

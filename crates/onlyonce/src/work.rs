@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use http::{Request, Response};
+use http::{Request, Response, request};
 use http_body::Body;
-use metrics::{counter, gauge};
+use metrics::{Gauge, counter, gauge};
 use onlyonce_core::{Claimed, Grant, Lapse, Outcome, Recorded, StoreError, Verdict};
 use tokio::sync::oneshot;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 use tower_service::Service;
-use tracing::{debug, error, warn};
+use tracing::{Instrument, debug, error, warn};
 
 use crate::admit::{Admitted, Front, RETRY_STORE_AFTER};
 use crate::answer::Answer;
@@ -49,23 +49,40 @@ pub(crate) struct Job {
     pub(crate) ends_by_closing: bool,
 }
 
+/// The service that is called, and what it is called with. Both are large and wait for the claim: on the heap,
+/// so that no future has to hold them.
+pub(crate) struct Call<S, B> {
+    pub(crate) inner: S,
+    pub(crate) head: request::Parts,
+    pub(crate) body: RequestBody<B>,
+}
+
 impl Job {
-    pub(crate) async fn run<S, B, ResB>(
-        self,
-        inner: S,
-        request: Request<RequestBody<B>>,
-        mut reply: Reply<ResB, S::Error>,
-    ) where
+    pub(crate) async fn run<S, B, ResB>(self, call: Box<Call<S, B>>, mut reply: Reply<ResB, S::Error>)
+    where
         S: Service<Request<RequestBody<B>>, Response = Response<ResB>> + Send + 'static,
         S::Future: Send,
         ResB: Body<Data = Bytes> + Send + 'static,
         ResB::Error: Into<BoxError>,
     {
-        match self.claim(&mut reply).await {
-            Some(Ok(grant)) => self.execute(grant, inner, request, reply).await,
+        let grant = match self.claim(&mut reply).await {
+            Some(Ok(grant)) => grant,
             // A caller that hung up gets nothing.
-            Some(Err(response)) => drop(reply.send(Ok(response))),
-            None => {}
+            Some(Err(response)) => return drop(reply.send(Ok(response))),
+            None => return,
+        };
+        let _in_flight = InFlight::enter();
+        let mut reply = Some(reply);
+        match self.execute(&grant, call, &mut reply).await {
+            Some(Ok(response)) => {
+                if let Some(answer) = self.answered(grant, response, reply).await {
+                    answer.gather().await;
+                }
+            }
+            Some(Err(ended)) => self.failed(grant, ended, reply).await,
+            None => {
+                warn!(operation = %self.admitted.operation.id(), "no answer within the lease; the work is given up");
+            }
         }
     }
 
@@ -73,7 +90,7 @@ impl Job {
     async fn claim<ResB, E>(
         &self,
         reply: &mut Reply<ResB, E>,
-    ) -> Option<Result<Grant, Response<ResponseBody<ResB>>>> {
+    ) -> Option<Result<Box<Grant>, Response<ResponseBody<ResB>>>> {
         let (shared, Admitted { settings, operation, fingerprint }) = (&self.shared, &self.admitted);
         let wait = match settings.on_concurrent {
             OnConcurrent::Reject => Duration::ZERO,
@@ -83,7 +100,7 @@ impl Job {
         let left = reply.closed();
         let claimed = claim(&shared.engine, operation, *fingerprint, &policy, wait, left).await?;
         Some(match claimed {
-            Ok(Claimed::Execute(grant)) => Ok(grant),
+            Ok(Claimed::Execute(grant)) => Ok(Box::new(grant)),
             Ok(Claimed::Replay(outcome)) => Err(shared.front.replay(&outcome)),
             Ok(Claimed::Refused(refused)) => Err(shared.front.refusal(Problem::refused(refused))),
             Err(error) => Err(self.unavailable(&error)),
@@ -101,61 +118,56 @@ impl Job {
         )
     }
 
+    /// Calls the service until the head of its answer is here; `None` if the lease ended before that.
     async fn execute<S, B, ResB>(
-        self,
-        grant: Grant,
-        mut inner: S,
-        mut request: Request<RequestBody<B>>,
-        reply: Reply<ResB, S::Error>,
-    ) where
-        S: Service<Request<RequestBody<B>>, Response = Response<ResB>> + Send + 'static,
-        S::Future: Send,
-        ResB: Body<Data = Bytes> + Send + 'static,
-        ResB::Error: Into<BoxError>,
+        &self,
+        grant: &Grant,
+        mut call: Box<Call<S, B>>,
+        reply: &mut Option<Reply<ResB, S::Error>>,
+    ) -> Option<Result<Response<ResB>, Ended<S::Error>>>
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<ResB>>,
     {
-        let _in_flight = InFlight::enter();
         let head_by = (Instant::now() + self.admitted.settings.timeout).min(grant.lease_ends());
         let operation = Arc::clone(&self.admitted.operation);
-        request.extensions_mut().insert(Execution { operation, attempt: grant.attempt() });
-        let mut work =
-            std::pin::pin!(AssertUnwindSafe(async move { inner.call(request).await }).catch_unwind());
-        let mut reply = Some(reply);
-        let ended = tokio::select! {
-            biased;
-            ended = &mut work => ended,
-            () = sleep_until(head_by) => {
-                self.send(&mut reply, self.unknown(Code::UpstreamTimeout, grant.lease_ends()));
-                tokio::select! {
-                    biased;
-                    ended = &mut work => ended,
-                    () = sleep_until(grant.lease_ends()) => {
-                        warn!(operation = %self.admitted.operation.id(), "no answer within the lease; the work is given up");
-                        return;
-                    }
-                }
+        call.head.extensions.insert(Execution { operation, attempt: grant.attempt() });
+        let called = async move { call.inner.call(Request::from_parts(call.head, call.body)).await };
+        let mut work = std::pin::pin!(AssertUnwindSafe(called).catch_unwind());
+        let ended = match timeout_at(head_by, &mut work).await {
+            Ok(ended) => ended,
+            Err(_) => {
+                self.send(reply, self.unknown(Code::UpstreamTimeout, grant.lease_ends()));
+                timeout_at(grant.lease_ends(), work).await.ok()?
             }
         };
-        match ended {
-            Ok(Ok(response)) => self.answered(grant, response, reply).await,
-            Ok(Err(error)) => {
-                debug!(operation = %self.admitted.operation.id(), "the service failed; the key is left to its lease");
-                reply.map(|reply| reply.send(Err(Ended::Error(error))).err());
-            }
-            Err(panic) => {
-                error!(operation = %self.admitted.operation.id(), "the service panicked; the key is released");
-                self.record(self.renewal(grant), Verdict::Release).await;
-                reply.map(|reply| reply.send(Err(Ended::Panic(panic))).err());
-            }
-        }
+        Some(match ended {
+            Ok(answer) => answer.map_err(Ended::Error),
+            Err(panic) => Err(Ended::Panic(panic)),
+        })
     }
 
-    /// Decides by the head of the answer.
+    /// The work ended without an answer.
+    async fn failed<ResB, E>(&self, grant: Box<Grant>, ended: Ended<E>, reply: Option<Reply<ResB, E>>) {
+        match &ended {
+            Ended::Error(_) => {
+                debug!(operation = %self.admitted.operation.id(), "the service failed; the key is left to its lease");
+            }
+            Ended::Panic(_) => {
+                error!(operation = %self.admitted.operation.id(), "the service panicked; the key is released");
+                self.record(self.renewal(grant), Verdict::Release).await;
+            }
+        }
+        reply.map(|reply| reply.send(Err(ended)).err());
+    }
+
+    /// Decides by the head of the answer: one that is worth keeping is still to be gathered.
     async fn answered<ResB, E>(
         self,
-        grant: Grant,
+        grant: Box<Grant>,
         mut response: Response<ResB>,
         mut reply: Option<Reply<ResB, E>>,
-    ) where
+    ) -> Option<Box<Answer<ResB, E>>>
+    where
         ResB: Body<Data = Bytes> + Send + 'static,
         ResB::Error: Into<BoxError>,
     {
@@ -166,28 +178,29 @@ impl Job {
                     Code::UpstreamUnreachable,
                     "Nothing was sent to the service, so the work was not done; a retry with the same key runs it.",
                 );
-                return self
-                    .send(&mut reply, self.shared.front.refusal(problem.retry_after(RETRY_STORE_AFTER)));
+                self.send(&mut reply, self.shared.front.refusal(problem.retry_after(RETRY_STORE_AFTER)));
+                return None;
             }
             Some(Failure::Lost) => {
-                return self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
+                self.send(&mut reply, self.unknown(Code::UpstreamLost, grant.lease_ends()));
+                return None;
             }
             Some(Failure::Conflict) => {
                 self.record(self.renewal(grant), Verdict::Release).await;
-                return self.pass(&mut reply, response);
+                self.pass(&mut reply, response);
+                return None;
             }
             None => {}
         }
         let disposition = self.admitted.settings.keep.of_head(response.status(), response.headers());
         headers::remove_ours(response.headers_mut());
         match disposition {
-            Disposition::Keep => Answer::new(self, grant, response, reply).gather().await,
-            Disposition::Release => {
-                self.record(self.renewal(grant), Verdict::Release).await;
-                self.pass(&mut reply, response);
-            }
-            Disposition::Unknown => self.pass(&mut reply, response),
+            Disposition::Keep => return Some(Answer::new(self, grant, response, reply)),
+            Disposition::Release => self.record(self.renewal(grant), Verdict::Release).await,
+            Disposition::Unknown => {}
         }
+        self.pass(&mut reply, response);
+        None
     }
 
     /// Passes an answer on that is not recorded.
@@ -226,15 +239,18 @@ impl Job {
         self.shared.front.refusal(Problem::new(code, detail).retry_after(lease_left))
     }
 
-    pub(crate) fn renewal(&self, grant: Grant) -> Renewal {
+    pub(crate) fn renewal(&self, grant: Box<Grant>) -> Renewal {
         Renewal::new(self.admitted.operation.id(), grant, self.admitted.settings.lease())
     }
 
     /// Ends the grant and waits for it, but no longer than `record_grace`: the store is then tried on
     /// until the lease ends, while the caller gets the answer.
     pub(crate) async fn record(&self, renewal: Renewal, verdict: Verdict) {
-        let finishing = self.shared.tasks.spawn(renewal.finish(verdict));
-        let _ = timeout(self.shared.record_grace, finishing).await;
+        // A store that panics must not cost the caller its answer.
+        let mut finishing = Box::pin(AssertUnwindSafe(renewal.finish(verdict)).catch_unwind());
+        if timeout(self.shared.record_grace, &mut finishing).await.is_err() {
+            self.shared.tasks.spawn(finishing.in_current_span());
+        }
     }
 }
 
@@ -254,18 +270,19 @@ pub(crate) fn claimed(answer: &'static str) {
 }
 
 /// Counts running work, however it ends.
-pub(crate) struct InFlight;
+pub(crate) struct InFlight(Gauge);
 
 impl InFlight {
     pub(crate) fn enter() -> Self {
-        gauge!(IN_FLIGHT).increment(1);
-        Self
+        let in_flight = gauge!(IN_FLIGHT);
+        in_flight.increment(1);
+        Self(in_flight)
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        gauge!(IN_FLIGHT).decrement(1);
+        self.0.decrement(1);
     }
 }
 

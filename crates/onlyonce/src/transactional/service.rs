@@ -11,7 +11,7 @@ use tower_service::Service;
 
 use super::Shared;
 use super::work::Job;
-use crate::admit::{Guarded, Plan};
+use crate::admit::{Guarded, Plan, read};
 use crate::body::{BoxError, RequestBody, ResponseBody};
 use crate::problem::{Code, Problem};
 use crate::service::{ResponseFuture, detached};
@@ -92,15 +92,16 @@ where
 {
     let shared = Arc::clone(&job.shared);
     shared.sweeper.start();
-    let read = match guarded {
-        Some(guarded) => shared.front.admit(request, guarded).await.map(|(admitted, request)| {
+    let (head, body) = request.into_parts();
+    let whole = match (guarded, std::pin::pin!(body)) {
+        (Some(guarded), body) => shared.front.admit(&head, body, guarded).await.map(|(admitted, whole)| {
             job.admitted = Some(admitted);
-            request
+            whole
         }),
-        None => shared.front.read_whole(request, &job.settings).await.map(|(request, _)| request),
+        (None, body) => read(&head.headers, body, &job.settings).await,
     };
-    let request = match read {
-        Ok(request) => request,
+    let request = match whole {
+        Ok(whole) => Request::from_parts(head, RequestBody::whole(whole)),
         Err(problem) => return Ok(shared.front.refusal(problem)),
     };
     let answer = detached(&shared.tasks, |reply| job.run(inner, request, reply)).await;
