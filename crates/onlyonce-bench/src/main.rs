@@ -32,8 +32,8 @@ use report::Results;
 const USAGE: &str = "usage: onlyonce-bench NAME [WORDS]
 
   quick  what the bars are about, in a few minutes
-  full   everything, in about an hour and a half, and 20 GB of disk
-  http   the part of quick that goes over HTTP; with words, the comparisons whose titles contain them all:
+  full   everything, in about an hour, and 20 GB of disk
+  http   the part of full that goes over HTTP; with words, the comparisons whose titles contain them all:
          http Postgres first \"256 connections\"
   scale  the part of full that does not
   forms  executions in the layer and in one transaction
@@ -44,8 +44,7 @@ quick, full, http and scale start the release build of `onlyonce` beside this pr
 /// How long one side of a comparison runs before it is the other's turn.
 const TURN: Duration = Duration::from_secs(2);
 
-const QUICK: Pace = Pace { rounds: 5, warm: Duration::from_millis(300), run: Duration::from_secs(1) };
-const FULL: Pace = Pace { rounds: 5, warm: Duration::from_millis(500), run: Duration::from_secs(2) };
+const PACE: Pace = Pace { rounds: 5, warm: Duration::from_millis(300), run: Duration::from_secs(1) };
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -66,10 +65,10 @@ fn main() -> ExitCode {
 fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
     let Some((name, arguments)) = arguments.split_first() else { return Ok(false) };
     match name.as_str() {
-        "quick" => all(name, &http::comparisons_quick(), QUICK, Some(scale::QUICK))?,
-        "full" => all(name, &http::comparisons_full(), FULL, Some(scale::FULL))?,
-        "http" => all(name, &http::about(arguments, http::comparisons_quick())?, QUICK, None)?,
-        "scale" => all(name, &[], FULL, Some(scale::FULL))?,
+        "quick" => all(name, &http::comparisons_quick(), Some(scale::QUICK))?,
+        "full" => all(name, &http::comparisons_full(), Some(scale::FULL))?,
+        "http" => all(name, &http::about(arguments, http::comparisons_full())?, None)?,
+        "scale" => all(name, &[], Some(scale::FULL))?,
         "forms" => runtime()?.block_on(forms::measure()),
         "sweep" => {
             runtime()?.block_on(sweep::figures(&Arc::new(Postgres::start(""))));
@@ -94,7 +93,6 @@ fn runtime() -> std::io::Result<Runtime> {
 fn all(
     name: &str,
     comparisons: &[http::Comparison],
-    pace: Pace,
     extent: Option<scale::Extent>,
 ) -> Result<(), Box<dyn Error>> {
     let started = Instant::now();
@@ -106,14 +104,14 @@ fn all(
         let mut arena = Arena::start(&postgres, folder.path(), &program)?;
         let machine = Machine::look(&postgres, folder.path());
         println!("{machine}");
-        results.http = arena.measure(comparisons, pace)?;
+        results.http = arena.measure(comparisons, PACE)?;
         machine
     };
-    results.memory = Some(memory::measure(&program, folder.path())?);
     if let Some(extent) = extent {
+        results.memory = Some(memory::measure(&program, folder.path())?);
         results.scale = runtime()?.block_on(scale::measure(folder.path(), extent));
     }
-    machine.add(format!("{} rounds of {:?} each, after {:?} to warm up", pace.rounds, pace.run, pace.warm));
+    machine.add(format!("{} rounds of {:?} each, after {:?} to warm up", PACE.rounds, PACE.run, PACE.warm));
     machine.add(format!("load of the machine after the run: {}", machine::load_average()));
     write(name, &results, &machine, &program)?;
     println!("\nin {:.0?}", started.elapsed());

@@ -33,7 +33,7 @@ const TABLE_ROWS_DEFAULT: u64 = 100;
 /// What can be done with keys.
 #[derive(Subcommand, Clone, Debug)]
 pub enum KeysCommand {
-    /// List keys, the oldest first
+    /// List keys, those that are forgotten first in front
     #[command(after_help = "\
 Examples:
   onlyonce keys list

@@ -194,7 +194,7 @@ impl Queue {
                 ids_held.extend(batch.iter().map(|job| job.call.id()));
                 let ended = !*open && waiting.is_empty();
                 drop(state);
-                if cut || ended {
+                if cut {
                     self.work.notify_one();
                 }
                 if !batch.is_empty() {
@@ -216,8 +216,8 @@ impl Queue {
     }
 }
 
-/// Closes the queue when a writer ends early, by a panic or with its runtime: the keys that it holds would
-/// never be let go.
+/// Closes the queue when a writer ends, and so ends the next one. One that ends early, by a panic or with its
+/// runtime, will never let go of the keys that it holds: what waits is given up.
 struct Lifeline<'a>(&'a Queue);
 
 impl Drop for Lifeline<'_> {
@@ -535,6 +535,48 @@ mod tests {
                 matches!(reply, Reply::Inserted(Inserted::New(_)) | Reply::Replaced(Replaced::Written(_)));
             assert!(applied, "{reply:?}: every call finds what the one before it left");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_writer_takes_what_another_lets_go() {
+        let slow = Slow::new();
+        let group = Group::start_many([slow.clone(), slow.clone()], 2);
+        let mut callers: Vec<_> = ["a", "b"].map(|key| spawn(&group, insert(key, 1))).into();
+        slow.settle().await;
+        callers.extend(["a", "a", "b"].map(|key| spawn(&group, insert(key, 2))));
+        slow.settle().await;
+        assert_eq!(slow.batch_sizes(), [2], "both keys are being written");
+        slow.commit(1).await;
+        assert_eq!(slow.batch_sizes(), [2, 2, 1], "b does not wait for the second batch of a");
+        slow.commit(2).await;
+        for caller in callers {
+            assert!(caller.await.expect("no panic").is_ok());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn every_writer_ends_with_the_group() {
+        struct Ending {
+            slow: Slow,
+            _alive: Arc<()>,
+        }
+        impl Writer for Ending {
+            async fn write(&mut self, calls: &[Call]) -> Vec<Result<Reply, StoreError>> {
+                self.slow.write(calls).await
+            }
+        }
+        let (slow, alive) = (Slow::new(), Arc::new(()));
+        let writers = [(); 5].map(|()| Ending { slow: slow.clone(), _alive: Arc::clone(&alive) });
+        let group = Group::start_many(writers, 4);
+        let busy = spawn(&group, insert("busy", 1));
+        slow.settle().await;
+        drop(group);
+        slow.settle().await;
+        assert!(Arc::strong_count(&alive) > 1, "one has a batch in hand");
+        slow.commit(1).await;
+        assert!(busy.await.expect("no panic").is_ok());
+        slow.settle().await;
+        assert_eq!(Arc::strong_count(&alive), 1);
     }
 
     #[tokio::test(start_paused = true)]
