@@ -75,7 +75,8 @@ if several match, its work may be running, or it has an outcome already (then --
 Examples:
   onlyonce keys purge --store sqlite:/var/lib/onlyonce/keys.db
 
-Keys that have not expired stay.")]
+Keys that have not expired stay. One that has may stay for as long as its lease was; it counts as never seen
+all the same.")]
     Purge(PurgeArgs),
 }
 

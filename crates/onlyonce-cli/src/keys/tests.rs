@@ -134,8 +134,8 @@ async fn a_listing_has_the_documented_fields() {
     assert_eq!(
         states,
         [
-            (Some("k-running"), Some("running")),
             (Some("k-lapsed"), Some("lapsed")),
+            (Some("k-running"), Some("running")),
             (Some("k-done"), Some("done"))
         ]
     );
