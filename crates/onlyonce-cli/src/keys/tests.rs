@@ -140,7 +140,7 @@ async fn a_listing_has_the_documented_fields() {
         ]
     );
     assert_eq!(rows[0]["namespace"], "default");
-    assert_eq!((&rows[0]["caller"], &rows[0]["attempt"]), (&Value::from("ann"), &Value::from(1)));
+    assert_eq!((&rows[1]["caller"], &rows[1]["attempt"]), (&Value::from("ann"), &Value::from(1)));
     assert_eq!((&rows[2]["status"], &rows[2]["body_bytes"]), (&Value::from(201), &Value::from(4)));
     assert_eq!((&rows[0]["status"], &rows[2]["lease_until"]), (&Value::Null, &Value::Null));
     assert_eq!((&rows[0]["outcome"], &rows[2]["outcome"]), (&Value::Null, &Value::from("response")));
