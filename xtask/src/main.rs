@@ -50,7 +50,7 @@ const BENCH: Job =
 
 const BENCH_FULL: Job = Job {
     name: "bench-full",
-    about: "measures all of it, in about an hour and 20 GB of disk",
+    about: "measures all of it, in an hour or more and 20 GB of disk",
     run: bench_full,
 };
 

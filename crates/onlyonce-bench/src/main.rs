@@ -32,7 +32,7 @@ use report::Results;
 const USAGE: &str = "usage: onlyonce-bench NAME [WORDS]
 
   quick  what the bars are about, in a few minutes
-  full   everything, in about an hour, and 20 GB of disk
+  full   everything, in an hour or more, and 20 GB of disk
   http   the part of full that goes over HTTP; with words, the comparisons whose titles contain them all:
          http Postgres first \"256 connections\"
   scale  the part of full that does not
