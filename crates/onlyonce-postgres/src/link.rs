@@ -132,13 +132,11 @@ impl Target {
     /// Refuses a server that forgets; `true` if it has the settings that were asked for.
     async fn check(&self, connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
         // In one message, for a pooler may run the next one elsewhere.
-        let row = connection
-            .fetch_one(sqlx::raw_sql(
-                "SELECT current_setting('server_version_num'), current_setting('synchronous_commit'), \
-                        current_setting('fsync'), current_setting('enable_seqscan'), \
-                        current_setting('plan_cache_mode', true)",
-            ))
-            .await?;
+        let question = format!(
+            "SELECT current_setting('server_version_num'), {CONFIGURED_COMMIT}, current_setting('fsync'), \
+                    current_setting('enable_seqscan'), current_setting('plan_cache_mode', true)"
+        );
+        let row = connection.fetch_one(sqlx::raw_sql(AssertSqlSafe(question))).await?;
         let text = |column: usize| row.try_get::<Option<String>, _>(column).map(Option::unwrap_or_default);
         let refuse = |reason: String| Err(sqlx::Error::Configuration(reason.into()));
         let version: i64 = text(0)?.parse().unwrap_or(0);
@@ -204,6 +202,11 @@ fn settings(call_timeout: Duration) -> Vec<(&'static str, String)> {
         ("plan_cache_mode", "force_generic_plan".to_owned()),
     ]
 }
+
+/// `synchronous_commit` as it is configured, though another client of a pooled session may have set it `off`
+/// there: that holds for none of our transactions, see [`durable`].
+pub(crate) const CONFIGURED_COMMIT: &str = "(SELECT CASE setting WHEN 'off' THEN reset_val ELSE setting END \
+     FROM pg_catalog.pg_settings WHERE name = 'synchronous_commit')";
 
 /// Behind a pooler a session is shared, and another client may have left it with commits that do not wait:
 /// what was checked when connecting need not be so any more.

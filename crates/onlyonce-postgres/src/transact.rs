@@ -19,7 +19,7 @@ use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Postgres, Row, Tra
 use tokio::time::timeout;
 
 use crate::error::{self, code, in_doubt, is_conflict, is_undone, not_applied, sqlstate};
-use crate::link::{Failure, Statement, Target, volatile};
+use crate::link::{CONFIGURED_COMMIT, Failure, Statement, Target, volatile};
 use crate::schema::{self, literal};
 use crate::sql::{self, Change, Claim, quoted};
 use crate::{OpenError, PostgresStore};
@@ -112,7 +112,7 @@ async fn check(pool: &PgPool, target: &Target, place: (i64, i64)) -> Result<(), 
 
 async fn look(pool: &PgPool, schema: &str) -> Result<PgRow, sqlx::Error> {
     let question = format!(
-        "SELECT place.*, current_setting('synchronous_commit') AS synchronous_commit, \
+        "SELECT place.*, {CONFIGURED_COMMIT} AS synchronous_commit, \
             current_setting('fsync') AS fsync, current_setting('transaction_read_only') = 'on' AS read_only, \
             coalesce((SELECT has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') \
                 AND has_table_privilege(c.oid, 'INSERT') AND has_table_privilege(c.oid, 'UPDATE') \

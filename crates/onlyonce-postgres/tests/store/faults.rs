@@ -335,5 +335,8 @@ async fn what_another_client_left_with_the_pooler_makes_no_write_volatile() {
     let mut other = sqlx::PgConnection::connect(&bouncer.url(&database)).await.unwrap();
     other.execute(sqlx::raw_sql("SET synchronous_commit = off")).await.unwrap();
     store.insert(&operation("k"), running()).await.unwrap();
-    assert_eq!(server().sql(&database, "SELECT DISTINCT setting FROM public.noted"), "on");
+    // One that connects only now sees the other's setting from the start.
+    let late = PostgresStore::open(&options(&bouncer.url(&database))).await.unwrap();
+    late.insert(&operation("l"), running()).await.unwrap();
+    assert_eq!(server().sql(&database, "SELECT count(*), min(setting), max(setting) FROM noted"), "2|on|on");
 }

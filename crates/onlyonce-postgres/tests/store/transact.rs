@@ -461,12 +461,18 @@ async fn what_another_client_left_with_the_pooler_makes_no_commit_volatile() {
     let shop = store.transactions(&pool(connect(&bouncer.url(&database)), 1)).await.unwrap();
     let mut other = sqlx::PgConnection::connect_with(&connect(&bouncer.url(&database))).await.unwrap();
     other.execute(raw_sql("SET synchronous_commit = off; SET lock_timeout = '1234ms'")).await.unwrap();
-    let (mut transaction, _) = hold(&shop, "k").await;
-    let (commit, lock) =
-        (show(&mut transaction, "synchronous_commit").await, show(&mut transaction, "lock_timeout").await);
-    // PgBouncer ends when its clients' transactions have.
-    shop.roll_back(transaction).await;
-    assert_eq!((commit.as_str(), lock.as_str()), ("on", "1234ms"));
+    // One that connects only now sees the other's setting from the start.
+    let late = store.transactions(&pool(connect(&bouncer.url(&database)), 1)).await.unwrap();
+    for (shop, key) in [(shop, "k"), (late, "l")] {
+        let (mut transaction, _) = hold(&shop, key).await;
+        let (commit, lock) = (
+            show(&mut transaction, "synchronous_commit").await,
+            show(&mut transaction, "lock_timeout").await,
+        );
+        // PgBouncer ends when its clients' transactions have.
+        shop.roll_back(transaction).await;
+        assert_eq!((commit.as_str(), lock.as_str()), ("on", "1234ms"));
+    }
 }
 
 /// On a server where nobody else writes: how many transactions a number of executions are.
