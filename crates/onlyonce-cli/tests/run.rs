@@ -746,7 +746,12 @@ fn signals_reach_the_command_and_its_end_is_the_guards() {
     let words = "--job a --every day --tz UTC";
     let trapping = "for s in USR1 USR2 HUP; do trap \"echo got $s >> \\$NOTES\" $s; done; \
         trap 'echo got TERM >> $NOTES; exit 9' TERM; echo ready >> $NOTES; while :; do sleep 0.05; done";
-    let mut guard = Started::new(place.job(words, trapping));
+    let job = place.job(words, trapping);
+    // The tests themselves may run under nohup.
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(job.get_program()).args(job.get_args());
+    command.env("NOTES", place.notes_file());
+    let mut guard = Started::new(command);
     until("it is ready", || place.notes() == ["ready"]);
     for (signal, note) in [(Signal::USR1, "got USR1"), (Signal::USR2, "got USR2"), (Signal::HUP, "got HUP")] {
         guard.signal(signal);
