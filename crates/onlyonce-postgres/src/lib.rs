@@ -26,7 +26,8 @@
 //!
 //! A call is answered after its commit. `fsync = off`, `synchronous_commit = off` and an unlogged table
 //! can forget it, and are refused unless [`PostgresOptions::allow_volatile`] was called; each new connection
-//! is checked.
+//! is checked. In a session that a pooler shares, another client may have switched `synchronous_commit` off:
+//! there each transaction switches it on for itself.
 //!
 //! # Failover
 //!
