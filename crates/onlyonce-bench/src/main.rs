@@ -37,6 +37,7 @@ const USAGE: &str = "usage: onlyonce-bench NAME [WORDS]
          http Postgres first \"256 connections\"
   scale  the part of full that does not
   forms  executions in the layer and in one transaction
+  rows   claims, replays and sweeps in small and large tables of Postgres
   sweep  claims while a million expired keys are swept
 
 quick, full, http and scale start the release build of `onlyonce` beside this program, and write a report into target/bench";
@@ -70,6 +71,7 @@ fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
         "http" => all(name, &http::about(arguments, http::comparisons_full())?, None)?,
         "scale" => all(name, &[], Some(scale::FULL))?,
         "forms" => runtime()?.block_on(forms::measure()),
+        "rows" => runtime()?.block_on(scale::rows(scale::FULL)),
         "sweep" => {
             runtime()?.block_on(sweep::figures(&Arc::new(Postgres::start(""))));
         }
