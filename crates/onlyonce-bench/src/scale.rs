@@ -23,7 +23,7 @@ const CONCURRENT: u64 = 64;
 const KEYS_SPREAD: u64 = 10_000;
 /// The table is filled in so many parts, with keys to replay after each.
 const FILLS: u64 = 20;
-/// From so many rows a table is not a different one for the claims that are made in it.
+/// From so many rows a table is about the same with the claims that are made in it.
 const ROWS_MANY: u64 = 1_000_000;
 /// How many expired rows each round of sweeping has before it.
 const EXPIRED_ROWS: u64 = 20_000;
@@ -213,8 +213,7 @@ async fn at_rows(filled: &[Filled], extent: Extent) -> Vec<AtRows> {
     for round in 0..extent.rounds {
         for (table, rounds) in filled.iter().zip(&mut rounds) {
             rounds[0].push(table.claims(extent.turn, round).await);
-            // Nothing finds them but a scan, which a large table would still be recovering from in the next turn;
-            // there they are few.
+            // Nothing finds them but a scan of the whole table. In a large one they may stay.
             if table.rows < ROWS_MANY {
                 table.place.forget_claims().await;
             }
