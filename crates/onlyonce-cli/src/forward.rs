@@ -21,6 +21,7 @@ use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::upgrade::OnUpgrade;
-use hyper_util::client::legacy::{Client, Error as ClientError};
+use hyper_util::client::legacy::{Client, Error as ClientError, ResponseFuture};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use onlyonce::problem::{Code, Problem};
 use onlyonce::{Execution, Failure};
@@ -73,7 +74,9 @@ pub enum HostRule {
 
 /// Sends requests to one upstream. Clones share its connections.
 #[derive(Clone)]
-pub struct Forward {
+pub struct Forward(Arc<Shared>);
+
+struct Shared {
     client: Client<Connector, ForwardBody>,
     upstream: Upstream,
     host: HostRule,
@@ -98,12 +101,13 @@ impl Forward {
             .timer(TokioTimer::new())
             .pool_idle_timeout(POOL_IDLE_MAX)
             .build(Connector::new(upstream.is_https())?);
-        Ok(Self { client, upstream, host, cut, tunnels })
+        Ok(Self(Arc::new(Shared { client, upstream, host, cut, tunnels })))
     }
+}
 
-    async fn guarded(self, mut request: Request<ForwardBody>, attempt: u32) -> Response<ForwardBody> {
-        self.prepare(&mut request, Some(attempt));
-        match self.client.request(request).await {
+impl Shared {
+    async fn guarded(self: Arc<Self>, sending: ResponseFuture) -> Response<ForwardBody> {
+        match sending.await {
             // Nobody asked for another protocol, and this is no answer in the one that was spoken.
             Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => failed(Failure::Lost),
             Ok(response) => passed(response.map(boxed)),
@@ -111,10 +115,12 @@ impl Forward {
         }
     }
 
-    async fn unguarded(self, mut request: Request<ForwardBody>) -> Response<ForwardBody> {
-        let inbound = request.extensions_mut().remove::<OnUpgrade>();
-        let asked = self.prepare(&mut request, None);
-        let sending = self.client.request(request);
+    /// `upgrading` is the client's connection if it asks for another protocol on it.
+    async fn unguarded(
+        self: Arc<Self>,
+        sending: ResponseFuture,
+        upgrading: Option<OnUpgrade>,
+    ) -> Response<ForwardBody> {
         let answer = tokio::select! {
             answer = sending => answer,
             () = self.cut.cancelled() => return refused(Problem::new(
@@ -123,9 +129,9 @@ impl Forward {
             )),
         };
         match answer {
-            Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => match (asked, inbound) {
-                (Some(_), Some(inbound)) => self.tunnel(response, inbound),
-                _ => refused(Problem::new(
+            Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => match upgrading {
+                Some(inbound) => self.tunnel(response, inbound),
+                None => refused(Problem::new(
                     Code::UpstreamLost,
                     "The service changed the protocol although nobody had asked for it.",
                 )),
@@ -206,15 +212,19 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let forward = self.clone();
-        let request = request.map(boxed);
+        let forward = Arc::clone(&self.0);
+        let mut request = request.map(boxed);
         let attempt = request.extensions().get::<Execution>().map(|execution| execution.attempt);
-        Box::pin(async move {
-            Ok(match attempt {
-                Some(attempt) => forward.guarded(request, attempt).await,
-                None => forward.unguarded(request).await,
-            })
-        })
+        let inbound = request.extensions_mut().remove::<OnUpgrade>();
+        let asked = forward.prepare(&mut request, attempt);
+        let sending = forward.client.request(request);
+        match attempt {
+            Some(_) => Box::pin(async { Ok(forward.guarded(sending).await) }),
+            None => {
+                let upgrading = asked.and(inbound);
+                Box::pin(async { Ok(forward.unguarded(sending, upgrading).await) })
+            }
+        }
     }
 }
 

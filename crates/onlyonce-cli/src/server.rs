@@ -16,14 +16,15 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::service::service_fn;
+use hyper::rt::bounds::Http2ServerConnExec;
+use hyper::server::conn::{http1, http2};
+use hyper::service::{HttpService, service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto;
 use onlyonce::OnlyonceService;
 use pin_project_lite::pin_project;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower_service::Service;
@@ -88,6 +89,17 @@ async fn connection(
         debug!(%error, "the connection was over at once");
         return;
     }
+    let http2 = tokio::select! {
+        spoken = timeout(HEAD_TIME_MAX, speaks_http2(&stream)) => match spoken {
+            Ok(Ok(http2)) => http2,
+            Ok(Err(error)) => {
+                debug!(%client, %error, "a connection ended before its first request");
+                return;
+            }
+            Err(_) => return,
+        },
+        () = ending.closing.cancelled() => return,
+    };
     let in_use = InUse::default();
     let any_request = Arc::new(AtomicBool::new(false));
     let answer = {
@@ -102,14 +114,88 @@ async fn connection(
             }
         })
     };
-    let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_MAX);
-    builder.http2().timer(TokioTimer::new());
-    let mut serving = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), answer));
-    // hyper does not time the bytes by which it tells the protocols apart.
-    let mut first_head = pin!(sleep(HEAD_TIME_MAX));
-    let (mut waiting, mut closing, mut cutting) = (true, false, false);
+    if http2 {
+        let serving = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .serve_connection(TokioIo::new(stream), answer);
+        // hyper has no limit to the time before the first request of HTTP/2.
+        let silent = async {
+            sleep(HEAD_TIME_MAX).await;
+            if any_request.load(Ordering::Relaxed) {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            () = Box::pin(until_ended(serving, client, in_use, ending)) => {}
+            () = silent => {}
+        }
+    } else {
+        let serving = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEAD_TIME_MAX)
+            .serve_connection(TokioIo::new(stream), answer)
+            .with_upgrades();
+        until_ended(serving, client, in_use, ending).await;
+    }
+}
+
+/// How a connection of HTTP/2 with prior knowledge begins (RFC 9113, section 3.4).
+const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// The first pause before a client's bytes are looked at again when they may become the preface.
+const PREFACE_PAUSE: Duration = Duration::from_millis(5);
+
+/// Tells the protocols apart and takes nothing off the connection.
+async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
+    let mut start = [0; HTTP2_PREFACE.len()];
+    let mut pause = PREFACE_PAUSE;
     loop {
+        let bytes = stream.peek(&mut start).await?;
+        if bytes == 0 || bytes == start.len() || !HTTP2_PREFACE.starts_with(&start[..bytes]) {
+            return Ok(start == *HTTP2_PREFACE);
+        }
+        // What was only looked at stays readable, so the rest would wake nobody. Longer each time: whoever
+        // sends half a preface and no more must not keep a processor busy.
+        sleep(pause).await;
+        pause *= 2;
+    }
+}
+
+/// A connection of either protocol that can be told to take no more requests.
+trait Serving: Future<Output = hyper::Result<()>> {
+    fn close(self: Pin<&mut Self>);
+}
+
+impl<S, B> Serving for http1::UpgradeableConnection<TokioIo<TcpStream>, S>
+where
+    S: HttpService<Incoming, ResBody = B>,
+    S::Error: Into<BoxError>,
+    B: Body + 'static,
+    B::Error: Into<BoxError>,
+    Self: Future<Output = hyper::Result<()>>,
+{
+    fn close(self: Pin<&mut Self>) {
+        self.graceful_shutdown();
+    }
+}
+
+impl<S, B, E> Serving for http2::Connection<TokioIo<TcpStream>, S, E>
+where
+    S: HttpService<Incoming, ResBody = B>,
+    S::Error: Into<BoxError>,
+    B: Body + 'static,
+    B::Error: Into<BoxError>,
+    E: Http2ServerConnExec<S::Future, B>,
+{
+    fn close(self: Pin<&mut Self>) {
+        self.graceful_shutdown();
+    }
+}
+
+async fn until_ended(serving: impl Serving, client: SocketAddr, in_use: InUse, ending: Ending) {
+    let mut serving = pin!(serving);
+    let steps = [&ending.closing, &ending.cut, &ending.kill];
+    for (number, step) in steps.into_iter().enumerate() {
         tokio::select! {
             served = serving.as_mut() => {
                 if let Err(error) = served {
@@ -117,24 +203,12 @@ async fn connection(
                 }
                 return;
             }
-            () = first_head.as_mut(), if waiting => {
-                if !any_request.load(Ordering::Relaxed) {
-                    return;
-                }
-                waiting = false;
-            }
-            () = ending.closing.cancelled(), if !closing => {
-                closing = true;
-                serving.as_mut().graceful_shutdown();
-            }
-            () = ending.cut.cancelled(), if !cutting => {
-                cutting = true;
+            () = step.cancelled() => match number {
+                0 => serving.as_mut().close(),
                 // Half a head that nobody waits for.
-                if in_use.none() {
-                    return;
-                }
+                1 if in_use.none() => return,
+                _ => {}
             }
-            () = ending.kill.cancelled() => return,
         }
     }
 }
@@ -144,17 +218,22 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEP_ALIVE_AFTER))
 }
 
-async fn answer(
+fn answer(
     mut request: Request<Incoming>,
     client: SocketAddr,
     mut service: OnlyonceService<Forward>,
-) -> Response<ForwardBody> {
-    if let Err(refusal) = admit(&mut request, client) {
-        return *refusal;
-    }
+) -> impl Future<Output = Response<ForwardBody>> {
     // Its readiness is that of `Forward`, which always is.
-    let Ok(response) = service.call(request).await;
-    response.map(boxed)
+    let answering = admit(&mut request, client).map(|()| service.call(request));
+    async {
+        match answering {
+            Ok(answering) => {
+                let Ok(response) = answering.await;
+                response.map(boxed)
+            }
+            Err(refusal) => *refusal,
+        }
+    }
 }
 
 /// Makes the request what the layer and the upstream expect.
@@ -246,6 +325,8 @@ impl Body for Tracked {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
     fn request(method: &str, uri: &str, version: Version, lines: &[(&str, &str)]) -> Request<()> {
@@ -303,6 +384,34 @@ mod tests {
         let mut names: Vec<_> = request.headers().keys().map(http::HeaderName::as_str).collect();
         names.sort_unstable();
         assert_eq!(names, ["authorization", "connection", "host", "te", "upgrade"]);
+    }
+
+    #[tokio::test]
+    async fn the_protocol_is_told_by_the_first_bytes_and_none_is_taken() {
+        let (half, rest) = HTTP2_PREFACE.split_at(9);
+        let cases: [(&[&[u8]], bool); 5] = [
+            (&[HTTP2_PREFACE], true),
+            (&[half, rest], true),
+            (&[b"POST /payments HTTP/1.1\r\n"], false),
+            (&[b"PR", b"OPFIND / HTTP/1.1\r\n"], false),
+            (&[half, b"P/1.1\r\n"], false),
+        ];
+        for (pieces, http2) in cases {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let telling = tokio::spawn(async move { (speaks_http2(&stream).await.unwrap(), stream) });
+            for piece in pieces {
+                client.write_all(piece).await.unwrap();
+                sleep(Duration::from_millis(20)).await;
+            }
+            let told;
+            (told, stream) = telling.await.unwrap();
+            assert_eq!(told, http2, "{pieces:?}");
+            let mut received = vec![0; pieces.concat().len()];
+            stream.read_exact(&mut received).await.unwrap();
+            assert_eq!(received, pieces.concat());
+        }
     }
 
     #[test]

@@ -189,7 +189,7 @@ async fn the_host_is_preserved_or_rewritten() {
         let forward = Forward::new(upstream, rule, CancellationToken::new(), TaskTracker::new()).unwrap();
         let mut request = request("/a?b").map(boxed);
         *request.version_mut() = Version::HTTP_2;
-        forward.prepare(&mut request, None);
+        forward.0.prepare(&mut request, None);
         assert_eq!(request.headers()["host"], host);
         assert_eq!(request.headers()["x-forwarded-host"], "shop");
         assert_eq!(request.uri(), "http://up:3000/base/a?b");
