@@ -37,7 +37,7 @@ const USAGE: &str = "usage: onlyonce-bench NAME [WORDS]
          http Postgres first \"256 connections\"
   scale  the part of full that does not
   forms  executions in the layer and in one transaction
-  rows   claims, replays and sweeps in small and large tables of Postgres
+  rows   claims, replays and sweeps in small and large tables, of Postgres and SQLite or of the one that is named
   sweep  claims while a million expired keys are swept
 
 quick, full, http and scale start the release build of `onlyonce` beside this program, and write a report into target/bench";
@@ -71,7 +71,20 @@ fn run(arguments: &[String]) -> Result<bool, Box<dyn Error>> {
         "http" => all(name, &http::about(arguments, http::comparisons_full())?, None)?,
         "scale" => all(name, &[], Some(scale::FULL))?,
         "forms" => runtime()?.block_on(forms::measure()),
-        "rows" => runtime()?.block_on(scale::rows(scale::FULL)),
+        "rows" => {
+            let (on_postgres, on_sqlite) = match arguments {
+                [] => (true, true),
+                [name] if name == "postgres" => (true, false),
+                [name] if name == "sqlite" => (false, true),
+                _ => return Err("rows is of postgres, sqlite or, without a word, both".into()),
+            };
+            let rows = |on: bool, rows: &'static [u64]| if on { rows } else { &[] };
+            let postgres_rows = rows(on_postgres, scale::FULL.postgres_rows);
+            let sqlite_rows = rows(on_sqlite, scale::FULL.sqlite_rows);
+            let extent = scale::Extent { postgres_rows, sqlite_rows, ..scale::FULL };
+            let folder = temporary_folder()?;
+            runtime()?.block_on(scale::rows(folder.path(), extent));
+        }
         "sweep" => {
             runtime()?.block_on(sweep::figures(&Arc::new(Postgres::start(""))));
         }
@@ -99,7 +112,7 @@ fn all(
 ) -> Result<(), Box<dyn Error>> {
     let started = Instant::now();
     let program = beside("onlyonce")?;
-    let folder = tempfile::Builder::new().prefix("onlyonce-bench-").tempdir()?;
+    let folder = temporary_folder()?;
     let mut results = Results::default();
     let mut machine = {
         let postgres = Postgres::start("");
@@ -118,6 +131,10 @@ fn all(
     write(name, &results, &machine, &program)?;
     println!("\nin {:.0?}", started.elapsed());
     Ok(())
+}
+
+fn temporary_folder() -> std::io::Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix("onlyonce-bench-").tempdir()
 }
 
 /// A program in the same folder as this one: `target/release`.

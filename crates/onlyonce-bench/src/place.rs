@@ -30,6 +30,9 @@ pub(crate) struct Place {
     kind: Kind,
 }
 
+/// The keys of claims that were measured: no other key has a UUID of version 7.
+const CLAIMED: &str = "key LIKE 'claimed-%' OR key LIKE '________-____-7%'";
+
 /// What becomes of copied records.
 #[derive(Clone, Copy)]
 pub(crate) enum Copies {
@@ -100,18 +103,12 @@ impl Place {
     pub(crate) async fn forget_claims(&self) {
         match &self.kind {
             Kind::Postgres { .. } => {
-                self.sql(
-                    "DELETE FROM onlyonce.idempotency_keys WHERE key >= 'claimed-' AND key < 'claimed.'",
-                )
-                .await;
+                self.sql(&format!("DELETE FROM onlyonce.idempotency_keys WHERE {CLAIMED}")).await;
                 // Otherwise a small table would have become a large one, of dead rows.
                 self.sql("VACUUM onlyonce.idempotency_keys").await;
             }
             Kind::Sqlite { .. } => {
-                self.sqlite_number(
-                    "DELETE FROM idempotency_keys WHERE key >= 'claimed-' AND key < 'claimed.'",
-                )
-                .await;
+                self.sqlite_number(&format!("DELETE FROM idempotency_keys WHERE {CLAIMED}")).await;
             }
         }
     }

@@ -5,12 +5,13 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use onlyonce_core::{Claimed, Lapse, Policy};
 use onlyonce_testkit::Postgres;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
+use uuid::Builder;
 
 use crate::http::Database;
 use crate::place::{A_DAY, ANSWER_BYTES, Copies, FINGERPRINT, Place, operation};
@@ -72,6 +73,7 @@ struct AtRows {
     database: Database,
     rows: u64,
     claims: Spread,
+    claims_in_order: Spread,
     replays: Spread,
     swept_rows: Spread,
 }
@@ -99,13 +101,12 @@ struct Sample {
 }
 
 impl Scale {
-    pub(crate) fn claims_at_ten_million(&self) -> Option<f64> {
-        let at = |rows| {
-            let found =
-                self.at_rows.iter().find(|at| at.database == Database::Postgres && at.rows == rows)?;
-            Some(found.claims.median)
-        };
-        Some(at(10_000_000)? / at(10_000)?)
+    /// With keys in no order, and with UUIDs of version 7.
+    pub(crate) fn claims_at_ten_million(&self) -> Option<[f64; 2]> {
+        let at = |rows| self.at_rows.iter().find(|at| at.database == Database::Postgres && at.rows == rows);
+        let (large, small) = (at(10_000_000)?, at(10_000)?);
+        let of = |claims: fn(&AtRows) -> Spread| claims(large).median / claims(small).median;
+        Some([of(|at| at.claims), of(|at| at.claims_in_order)])
     }
 
     pub(crate) fn sweep_p99(&self) -> Option<f64> {
@@ -133,10 +134,14 @@ pub(crate) async fn measure(folder: &Path, extent: Extent) -> Scale {
     scale
 }
 
-/// The part with small and large tables, on Postgres.
-pub(crate) async fn rows(extent: Extent) {
-    let server = Arc::new(Postgres::start(""));
-    tables(async |_: &str| Place::postgres(&server).await, extent.postgres_rows, extent).await;
+/// The part with small and large tables.
+pub(crate) async fn rows(folder: &Path, extent: Extent) {
+    if !extent.postgres_rows.is_empty() {
+        let server = Arc::new(Postgres::start(""));
+        tables(async |_: &str| Place::postgres(&server).await, extent.postgres_rows, extent).await;
+    }
+    let file = async |name: &str| Place::sqlite(folder.join(format!("{name}.db"))).await;
+    tables(file, extent.sqlite_rows, extent).await;
 }
 
 async fn tables(place: impl AsyncFn(&str) -> Place, all_rows: &[u64], extent: Extent) -> Vec<AtRows> {
@@ -171,12 +176,15 @@ impl Filled {
         Self { place, rows, keys: keys / FILLS * FILLS }
     }
 
-    async fn claims(&self, turn: Duration, round: usize) -> f64 {
+    async fn claims(
+        &self,
+        turn: Duration,
+        fresh: impl Fn(u64, u64) -> String + Clone + Send + 'static,
+    ) -> f64 {
         let place = self.place.clone();
         per_second(turn, move |claimant, number| {
-            let place = place.clone();
+            let (place, key) = (place.clone(), operation(&fresh(claimant, number)));
             async move {
-                let key = operation(&format!("claimed-{round}-{claimant}-{number}"));
                 let claimed = place.engine.claim(&key, FINGERPRINT, &A_DAY).await.expect("a claim");
                 assert!(matches!(claimed, Claimed::Execute(_)), "the key is fresh");
             }
@@ -209,29 +217,47 @@ impl Filled {
 }
 
 async fn at_rows(filled: &[Filled], extent: Extent) -> Vec<AtRows> {
-    let mut rounds = vec![[const { Vec::new() }; 3]; filled.len()];
+    let mut rounds = vec![[const { Vec::new() }; 4]; filled.len()];
     for round in 0..extent.rounds {
-        for (table, rounds) in filled.iter().zip(&mut rounds) {
-            rounds[0].push(table.claims(extent.turn, round).await);
-            // Nothing finds them but a scan of the whole table. In a large one they may stay.
-            if table.rows < ROWS_MANY {
-                table.place.forget_claims().await;
+        for in_order in [false, true] {
+            for (table, rounds) in filled.iter().zip(&mut rounds) {
+                let seed =
+                    move |claimant: u64, number: u64| ((round as u64) << 48) | (claimant << 32) | number;
+                rounds[usize::from(in_order)].push(if in_order {
+                    table.claims(extent.turn, move |claimant, number| uuid_now(seed(claimant, number))).await
+                } else {
+                    let key = move |claimant, number| format!("claimed-{}", seed(claimant, number));
+                    table.claims(extent.turn, key).await
+                });
+                // Nothing finds them but a scan of the whole table. In a large one they may stay.
+                if table.rows < ROWS_MANY {
+                    table.place.forget_claims().await;
+                }
             }
         }
         for (table, rounds) in filled.iter().zip(&mut rounds) {
-            rounds[1].push(table.replays(extent.turn, round).await);
+            rounds[2].push(table.replays(extent.turn, round).await);
         }
         for (table, rounds) in filled.iter().zip(&mut rounds) {
-            rounds[2].push(table.swept_rows().await);
+            rounds[3].push(table.swept_rows().await);
         }
     }
-    let of_table = |(table, rounds): (&Filled, [Vec<f64>; 3])| {
-        let [claims, replays, swept_rows] = rounds.map(Spread::of);
-        let at = AtRows { database: table.place.database(), rows: table.rows, claims, replays, swept_rows };
+    let of_table = |(table, rounds): (&Filled, [Vec<f64>; 4])| {
+        let [claims, claims_in_order, replays, swept_rows] = rounds.map(Spread::of);
+        let (database, rows) = (table.place.database(), table.rows);
+        let at = AtRows { database, rows, claims, claims_in_order, replays, swept_rows };
         println!("{at}");
         at
     };
     filled.iter().zip(rounds).map(of_table).collect()
+}
+
+/// A UUID of version 7 of this moment, another one for another seed.
+fn uuid_now(seed: u64) -> String {
+    let mut random = [0; 10];
+    random[..8].copy_from_slice(&SplitMix(seed).next().to_be_bytes());
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Builder::from_unix_timestamp_millis(since_epoch.as_millis() as u64, &random).into_uuid().to_string()
 }
 
 async fn weigh(place: &Place, answer_bytes: usize) -> Weight {
@@ -342,12 +368,15 @@ where
 
 impl fmt::Display for AtRows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { database, rows, claims, replays, swept_rows } = self;
+        let Self { database, rows, claims, claims_in_order, replays, swept_rows } = self;
         let cell = |Spread { median, min, max }: &Spread| {
             format!("{} ({}..{})", whole(*median), whole(*min), whole(*max))
         };
-        let (claims, replays, swept) = (cell(claims), cell(replays), cell(swept_rows));
-        write!(f, "| {database} | {} | {claims} | {replays} | {swept} |", whole(*rows as f64))
+        write!(f, "| {database} | {} |", whole(*rows as f64))?;
+        for spread in [claims, claims_in_order, replays, swept_rows] {
+            write!(f, " {} |", cell(spread))?;
+        }
+        Ok(())
     }
 }
 
@@ -406,11 +435,12 @@ impl fmt::Display for Scale {
 const AT_ROWS: &str = "
 ## Small and large tables
 
-The store alone, without HTTP, 64 callers: claims of fresh keys, replays of keys that lie all over the table, and
-expired rows removed by one sweep; each a second, median of the rounds, lowest and highest in brackets.
+The store alone, without HTTP, 64 callers: claims of fresh keys in no order and of fresh UUIDs of version 7, replays of
+keys that lie all over the table, and expired rows removed by one sweep; each a second, median of the rounds, lowest and
+highest in brackets.
 
-| | rows | claims/s | replays/s | rows swept/s |
-|---|---:|---:|---:|---:|";
+| | rows | claims/s | claims/s, UUIDv7 | replays/s | rows swept/s |
+|---|---:|---:|---:|---:|---:|";
 
 const CYCLES: &str = "
 ## Keys that come and go

@@ -1,5 +1,7 @@
 //! Where a key comes from, and how it stands on the wire.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use onlyonce_core::Key;
 use onlyonce_core::identity::MalformedKey;
@@ -12,15 +14,19 @@ pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key
 /// Opens the digest of a derived key. Another name would make every retry a new operation.
 const DERIVED_FORMAT: &[u8] = b"onlyonce client key 1";
 
-/// A fresh key: a random UUID. For an operation that nothing else identifies.
+/// A fresh key: a UUID of version 7 (RFC 9562), which is the time in milliseconds by this machine's clock and
+/// 74 random bits. For an operation that nothing else identifies.
+///
+/// Nothing depends on the clock but speed: large tables of keys take new ones fastest in the order of time.
 ///
 /// # Panics
 /// If the system has no randomness.
 #[must_use]
 pub fn mint() -> Key {
-    let mut bytes = [0; 16];
+    let mut bytes = [0; 10];
     getrandom::fill(&mut bytes).expect("the system has randomness");
-    key(Builder::from_random_bytes(bytes))
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    key(Builder::from_unix_timestamp_millis(since_epoch.as_millis() as u64, &bytes))
 }
 
 /// The key for what a person or a program wants to happen once, such as `derive("charge", "order-4711")`.
@@ -82,6 +88,8 @@ mod tests {
     fn no_two_fresh_keys_are_the_same() {
         let keys: std::collections::HashSet<_> = (0..1_000).map(|_| mint()).collect();
         assert_eq!(keys.len(), 1_000);
+        let uuid: uuid::Uuid = mint().as_str().parse().expect("a UUID");
+        assert_eq!((uuid.get_version_num(), uuid.get_variant()), (7, uuid::Variant::RFC4122));
     }
 
     #[test]

@@ -5,6 +5,8 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
+use uuid::fmt::Hyphenated;
+use uuid::{Uuid, Variant};
 
 use crate::digest::Parts;
 
@@ -138,12 +140,23 @@ impl Id {
     }
 }
 
+/// Eight bytes of a hash, or of the key itself if it is a UUID of version 7: those begin with the time (RFC 9562,
+/// section 5.7), so that new rows share pages of the index however large it is.
 fn key_prefix(key: &str) -> [u8; KEY_PREFIX_BYTES] {
+    if let Some(uuid) = time_ordered(key) {
+        return std::array::from_fn(|at| uuid.as_bytes()[at]);
+    }
     let mut parts = Sha256::new();
     parts.part(KEY_FORMAT);
     parts.part(key.as_bytes());
     let digest: [u8; 32] = parts.finalize().into();
     std::array::from_fn(|at| digest[at])
+}
+
+fn time_ordered(key: &str) -> Option<Uuid> {
+    let uuid = Uuid::try_parse(key).ok()?;
+    let hyphenated = key.len() == Hyphenated::LENGTH;
+    (hyphenated && uuid.get_variant() == Variant::RFC4122 && uuid.get_version_num() == 7).then_some(uuid)
 }
 
 impl fmt::Display for Id {
@@ -227,8 +240,8 @@ impl Operation {
         Self { id, namespace, endpoint, caller, key }
     }
 
-    /// What a store files it under: 8 bytes of SHA-256 over the key, and 24 of SHA-256 over all parts, which
-    /// are length-prefixed.
+    /// What a store files it under: 8 bytes of SHA-256 over the key, or the first 8 of a key that is a UUID of
+    /// version 7, and 24 of SHA-256 over all parts, which are length-prefixed.
     #[must_use]
     pub fn id(&self) -> Id {
         self.id
@@ -292,6 +305,33 @@ mod tests {
         let id = id(["default", "POST /payments", "", "order-4711"]);
         assert_eq!(id.to_string().parse(), Ok(id));
         assert_eq!("abc".parse::<Id>(), Err(MalformedId));
+    }
+
+    #[test]
+    fn uuids_of_version_7_stand_in_the_order_of_their_time() {
+        let of = |key| id(["default", "POST /payments", "ann", key]);
+        let keys = [
+            "019ad6c5-8e00-7b3a-9c1d-2f4e6a8b0c1d",
+            "019ad6c5-8e00-7b3b-8c1d-2f4e6a8b0c1d",
+            "019ad6c5-8e01-7000-bc1d-2f4e6a8b0c1d",
+        ];
+        assert!(keys.is_sorted_by(|earlier, later| of(earlier) < of(later)));
+        assert_eq!(
+            of(keys[0]).to_string(),
+            "019ad6c58e007b3a11f1616ef7c28b174306bfa1c5df233d8831c27374723bca",
+        );
+        assert!(Id::span(keys[0]).contains(&of(keys[0])) && !Id::span(keys[0]).contains(&of(keys[1])));
+        // Two spellings are two keys, and so are two operations under one.
+        assert_ne!(of(keys[0]), of("019AD6C5-8E00-7B3A-9C1D-2F4E6A8B0C1D"));
+        assert_ne!(of(keys[0]), id(["default", "POST /payments", "bob", keys[0]]));
+        for other in [
+            "019ad6c5-8e00-4b3a-9c1d-2f4e6a8b0c1d",
+            "019ad6c5-8e00-7b3a-1c1d-2f4e6a8b0c1d",
+            "019ad6c58e007b3a9c1d2f4e6a8b0c1d",
+            "{019ad6c5-8e00-7b3a-9c1d-2f4e6a8b0c1d}",
+        ] {
+            assert!(!of(other).to_string().starts_with("019ad6c5"), "{other}");
+        }
     }
 
     #[test]
