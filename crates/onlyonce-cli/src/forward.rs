@@ -26,7 +26,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, Version, header};
+use http::{Request, Response, StatusCode, Uri, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
@@ -51,6 +51,8 @@ pub const POOL_IDLE_MAX: Duration = Duration::from_millis(1_500);
 
 /// When a caller may come back after a failure that may pass.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+const TOO_LONG: &[u8] = b"The target is too long to be passed on; nothing was sent to the service.\n";
 
 /// Any error of a body.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -162,13 +164,18 @@ impl Shared {
     }
 
     /// Makes the head fit for the upstream; returns the protocols that it still asks to change to.
-    fn prepare(&self, request: &mut Request<ForwardBody>, attempt: Option<u32>) -> Option<http::HeaderValue> {
+    fn prepare(
+        &self,
+        request: &mut Request<ForwardBody>,
+        uri: Uri,
+        attempt: Option<u32>,
+    ) -> Option<http::HeaderValue> {
         let client = request.extensions().get::<ClientAddr>().map(|client| client.0.ip());
         let upgrade = headers::prepare_request(request.headers_mut(), client, attempt);
         if self.host == HostRule::Upstream {
             headers::set_host(request.headers_mut(), self.upstream.authority());
         }
-        *request.uri_mut() = self.upstream.uri(request.uri().path_and_query());
+        *request.uri_mut() = uri;
         *request.version_mut() = Version::HTTP_11;
         upgrade
     }
@@ -215,8 +222,13 @@ where
         let forward = Arc::clone(&self.0);
         let mut request = request.map(boxed);
         let attempt = request.extensions().get::<Execution>().map(|execution| execution.attempt);
+        let Some(uri) = forward.upstream.uri(request.uri().path_and_query()) else {
+            let mut response = Response::new(boxed(Full::new(Bytes::from_static(TOO_LONG))));
+            *response.status_mut() = StatusCode::URI_TOO_LONG;
+            return Box::pin(std::future::ready(Ok(response)));
+        };
         let inbound = request.extensions_mut().remove::<OnUpgrade>();
-        let asked = forward.prepare(&mut request, attempt);
+        let asked = forward.prepare(&mut request, uri, attempt);
         let sending = forward.client.request(request);
         match attempt {
             Some(_) => Box::pin(async { Ok(forward.guarded(sending).await) }),

@@ -23,6 +23,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use onlyonce::OnlyonceService;
 use pin_project_lite::pin_project;
 use socket2::{SockRef, TcpKeepalive};
+use tokio::io::Interest;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -34,8 +35,9 @@ use crate::connect::KEEP_ALIVE_AFTER;
 use crate::forward::{BoxError, ClientAddr, Forward, ForwardBody, boxed};
 use crate::headers;
 
-/// How long a client may take for a request's head, and stay idle between two requests. Longer than the
-/// idle time of common load balancers (60 s), which would otherwise meet closed connections.
+/// How long a client may take for a request's head, and stay idle between two requests. Before the first it may
+/// take as long for its first byte as well. Longer than the idle time of common load balancers (60 s), which would
+/// otherwise meet closed connections.
 pub(crate) const HEAD_TIME_MAX: Duration = Duration::from_secs(75);
 
 /// The pause after a failed accept: file descriptors come back, a tight loop would not help.
@@ -125,6 +127,7 @@ async fn connection(
                 std::future::pending::<()>().await;
             }
         };
+        // Boxed, or every connection of HTTP/1.1 would be as large.
         tokio::select! {
             () = Box::pin(until_ended(serving, client, in_use, ending)) => {}
             () = silent => {}
@@ -142,8 +145,10 @@ async fn connection(
 /// How a connection of HTTP/2 with prior knowledge begins (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// The first pause before a client's bytes are looked at again when they may become the preface.
+/// The pauses before a client's bytes are looked at again when they may become the preface. They double: whoever
+/// sends half a preface and no more must not keep a processor busy.
 const PREFACE_PAUSE: Duration = Duration::from_millis(5);
+const PREFACE_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Tells the protocols apart and takes nothing off the connection.
 async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
@@ -154,10 +159,12 @@ async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
         if bytes == 0 || bytes == start.len() || !HTTP2_PREFACE.starts_with(&start[..bytes]) {
             return Ok(start == *HTTP2_PREFACE);
         }
-        // What was only looked at stays readable, so the rest would wake nobody. Longer each time: whoever
-        // sends half a preface and no more must not keep a processor busy.
+        // What was only looked at stays readable, so neither the rest nor the end would wake anyone.
+        if stream.ready(Interest::READABLE).await?.is_read_closed() {
+            return Ok(false);
+        }
         sleep(pause).await;
-        pause *= 2;
+        pause = PREFACE_PAUSE_MAX.min(pause * 2);
     }
 }
 
@@ -412,6 +419,17 @@ mod tests {
             stream.read_exact(&mut received).await.unwrap();
             assert_eq!(received, pieces.concat());
         }
+    }
+
+    #[tokio::test]
+    async fn half_a_preface_is_not_waited_for_after_its_client_left() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        client.write_all(b"PRI").await.unwrap();
+        client.shutdown().await.unwrap();
+        let told = timeout(Duration::from_secs(5), speaks_http2(&stream)).await;
+        assert!(!told.expect("the end is noticed").unwrap());
     }
 
     #[test]

@@ -44,9 +44,10 @@ impl Upstream {
         Ok(Self { scheme, authority, base: path.path().trim_end_matches('/').to_owned() })
     }
 
-    /// Where a request for `target` goes. Path and query stay as they were sent, byte for byte.
+    /// Where a request for `target` goes. Path and query stay as they were sent, byte for byte. `None` if they
+    /// are too long with the base before them: 65,534 bytes are the most that a URI can have.
     #[must_use]
-    pub fn uri(&self, target: Option<&PathAndQuery>) -> Uri {
+    pub fn uri(&self, target: Option<&PathAndQuery>) -> Option<Uri> {
         let target = target.map_or("/", PathAndQuery::as_str);
         // `OPTIONS *` asks about the server itself, and has no path to put a base before.
         let path = if self.base.is_empty() || target == "*" {
@@ -61,7 +62,7 @@ impl Upstream {
             .authority(self.authority.clone())
             .path_and_query(path)
             .build()
-            .expect("a valid base before a valid path is a valid path")
+            .ok()
     }
 
     /// Host and port as they stand in the URL, for the `Host` header.
@@ -129,7 +130,7 @@ mod tests {
 
     fn uri(upstream: &str, target: &str) -> String {
         let target: PathAndQuery = target.parse().unwrap();
-        Upstream::parse(upstream).unwrap().uri(Some(&target)).to_string()
+        Upstream::parse(upstream).unwrap().uri(Some(&target)).unwrap().to_string()
     }
 
     #[test]
@@ -139,8 +140,16 @@ mod tests {
             assert_eq!(uri("http://up:3000/", target), format!("http://up:3000{target}"));
             assert_eq!(uri("https://up/v1/", target), format!("https://up/v1{target}"));
         }
-        assert_eq!(Upstream::parse("http://up/v1").unwrap().uri(None).path(), "/v1/");
-        assert_eq!(Upstream::parse("http://up/v1").unwrap().uri(Some(&"*".parse().unwrap())).path(), "*");
+        assert_eq!(Upstream::parse("http://up/v1").unwrap().uri(None).unwrap().path(), "/v1/");
+        let all = "*".parse().unwrap();
+        assert_eq!(Upstream::parse("http://up/v1").unwrap().uri(Some(&all)).unwrap().path(), "*");
+    }
+
+    #[test]
+    fn a_target_that_is_too_long_behind_the_base_goes_nowhere() {
+        let longest: PathAndQuery = format!("/{}", "a".repeat(65_533)).parse().unwrap();
+        assert!(Upstream::parse("http://up").unwrap().uri(Some(&longest)).is_some());
+        assert!(Upstream::parse("http://up/v1").unwrap().uri(Some(&longest)).is_none());
     }
 
     #[test]

@@ -129,7 +129,8 @@ const KEY_FORMAT: &[u8] = b"onlyonce key 1";
 
 impl Id {
     /// Where the ids of all operations under this client key are, and few others: whoever knows the key and
-    /// not its caller finds them in the order of the ids, without an index of their own.
+    /// not its caller finds them in the order of the ids, without an index of their own. Others are there by chance
+    /// alone, unless clients send UUIDs of version 7 that begin alike.
     #[must_use]
     pub fn span(key: &str) -> RangeInclusive<Self> {
         let (mut first, mut last) = ([0; 32], [0xff; 32]);

@@ -386,7 +386,7 @@ fn list_query(
         text += &format!(" AND {column} = {}::text", place());
     }
     let after = after.cloned();
-    // Those under one key are few, and sorted. The index in this order would be read until they are found.
+    // Those in the span of one key are few, and sorted. The index in this order would be read until they are found.
     let order = if parts[0].1.is_some() { "sweep_at + 0" } else { "sweep_at" };
     if after.is_some() {
         text += &format!(" AND ({order}, id) > ({}::bigint, {}::bytea)", place(), place());

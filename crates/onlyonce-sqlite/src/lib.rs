@@ -453,7 +453,7 @@ fn list_query(
             query.push(condition).push_bind(value.clone());
         }
     }
-    // Those under one key are few, and sorted. The index in this order would be read until they are found.
+    // Those in the span of one key are few, and sorted. The index in this order would be read until they are found.
     let order = if filter.key.is_some() { "+sweep_at" } else { "sweep_at" };
     if let Some(Cursor { at, id }) = after {
         query.push(format!(" AND ({order}, id) > (")).push_bind(at.0);

@@ -20,7 +20,7 @@ const APPLICATION_ID: i64 = 0x1cee_0001;
 /// Each entry takes the schema one version further; an entry that was released is never changed. `{keys}`
 /// stands for the table, as in [`sql`].
 ///
-/// The id is a plain primary key beside the rowid: a table clustered by a random 32-byte id would move
+/// The id is a plain primary key beside the rowid: a table clustered by an id that is mostly random would move
 /// large bodies about. There are two indexes because every claim pays for each of them, and nothing that
 /// completing a key in time changes is in one. `sweep_at` is how sweeps find what expired, and the order of
 /// listings: it is `expires_at` as of the claim, and completing in time only brings that nearer. A client key

@@ -189,7 +189,8 @@ async fn the_host_is_preserved_or_rewritten() {
         let forward = Forward::new(upstream, rule, CancellationToken::new(), TaskTracker::new()).unwrap();
         let mut request = request("/a?b").map(boxed);
         *request.version_mut() = Version::HTTP_2;
-        forward.0.prepare(&mut request, None);
+        let uri = forward.0.upstream.uri(request.uri().path_and_query()).unwrap();
+        forward.0.prepare(&mut request, uri, None);
         assert_eq!(request.headers()["host"], host);
         assert_eq!(request.headers()["x-forwarded-host"], "shop");
         assert_eq!(request.uri(), "http://up:3000/base/a?b");
@@ -224,4 +225,14 @@ async fn the_cut_ends_what_waits_and_what_flows() {
     assert!(ended.unwrap().is_err(), "cut short is not the end");
     let (status, _) = timeout(Duration::from_secs(5), waiting).await.expect("at once").unwrap();
     assert_eq!(status, StatusCode::BAD_GATEWAY);
+}
+
+#[tokio::test]
+async fn a_target_that_cannot_be_passed_on_is_answered() {
+    let upstream = Upstream::parse("http://127.0.0.1:1/base").unwrap();
+    let cut = CancellationToken::new();
+    let mut forward = Forward::new(upstream, HostRule::Preserve, cut, TaskTracker::new()).unwrap();
+    let longest = format!("/{}", "a".repeat(65_533));
+    let Ok(response) = forward.call(request(&longest)).await;
+    assert_eq!(response.status(), StatusCode::URI_TOO_LONG);
 }
