@@ -223,8 +223,11 @@ where
         let mut request = request.map(boxed);
         let attempt = request.extensions().get::<Execution>().map(|execution| execution.attempt);
         let Some(uri) = forward.upstream.uri(request.uri().path_and_query()) else {
+            warn!(upstream = %forward.upstream, "a target is too long to be passed on behind the base path");
             let mut response = Response::new(boxed(Full::new(Bytes::from_static(TOO_LONG))));
             *response.status_mut() = StatusCode::URI_TOO_LONG;
+            // Of what is guarded it would be recorded, although nothing was done.
+            let response = attempt.map_or(response, |_| failed(Failure::NotSent));
             return Box::pin(std::future::ready(Ok(response)));
         };
         let inbound = request.extensions_mut().remove::<OnUpgrade>();

@@ -155,14 +155,13 @@ async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
     let mut start = [0; HTTP2_PREFACE.len()];
     let mut pause = PREFACE_PAUSE;
     loop {
+        // Before the look, so that nothing can have come after it.
+        let ended = stream.ready(Interest::READABLE).await?.is_read_closed();
         let bytes = stream.peek(&mut start).await?;
-        if bytes == 0 || bytes == start.len() || !HTTP2_PREFACE.starts_with(&start[..bytes]) {
+        if ended || bytes == 0 || bytes == start.len() || !HTTP2_PREFACE.starts_with(&start[..bytes]) {
             return Ok(start == *HTTP2_PREFACE);
         }
         // What was only looked at stays readable, so neither the rest nor the end would wake anyone.
-        if stream.ready(Interest::READABLE).await?.is_read_closed() {
-            return Ok(false);
-        }
         sleep(pause).await;
         pause = PREFACE_PAUSE_MAX.min(pause * 2);
     }

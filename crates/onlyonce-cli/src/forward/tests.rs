@@ -235,4 +235,6 @@ async fn a_target_that_cannot_be_passed_on_is_answered() {
     let longest = format!("/{}", "a".repeat(65_533));
     let Ok(response) = forward.call(request(&longest)).await;
     assert_eq!(response.status(), StatusCode::URI_TOO_LONG);
+    let Ok(response) = forward.call(guarded(&longest)).await;
+    assert_eq!(response.extensions().get(), Some(&Failure::NotSent), "the key is released");
 }
